@@ -66,7 +66,7 @@ def serve_calls(options: argparse.Namespace) -> None:
     print(json.dumps(listener.address), flush=True)
     while True:
         wait([], [listener.fileno()])
-        for end in listener.accepted():
+        for end in listener.take_connections():
             threading.Thread(target=answer, args=(end,), daemon=True).start()
 
 

@@ -16,7 +16,7 @@ from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.models.kvcache.images import ByteLines, Bytes, Written
+from moesaic.models.kvcache.images import ByteLines, Bytes, OnLayerWritten
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.transfer.receiving import KVReceiver
 from moesaic.runtime.transfer.sending import KVSender
@@ -34,14 +34,14 @@ class Cache:
     def __init__(self) -> None:
         self._lines = ByteLines([torch.ones(BLOCKS, LAYER_BYTES, dtype=torch.uint8) for _ in range(LAYERS)])
 
-    def watch(self, written: Written) -> None:
+    def watch(self, on_layer_written: OnLayerWritten) -> None:
         """Everything is computed before it is sent."""
 
     def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
         return self._lines.copy(blocks, slice(layers.start, layers.stop))
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
-        self._lines.put(blocks, data, skipped, slice(layers.start, layers.stop))
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
+        self._lines.put(blocks, data, num_skipped, slice(layers.start, layers.stop))
 
     def copy_states(self, page: int, seat: int) -> Bytes:
         return np.empty(0, np.uint8)
@@ -77,7 +77,7 @@ def send_kv(options: argparse.Namespace, where: Any) -> float:
         target = messages.KVTarget(number, Endpoint(where[0]), bytes.fromhex(where[1]))
         request = Request(number, [1] * (BLOCKS * BLOCK), SamplingParams())
         sender.expect(messages.Submit([request], [[]], {number: target}))
-        sender.computed(whole(number))
+        sender.on_step_computed(whole(number))
         while sender.stats().sent_bytes < number * TOTAL:
             told.acquire()
         rates.append(TOTAL / (time.perf_counter() - moment) / 1e9)

@@ -24,7 +24,7 @@ class Counting(DirectExperts):
     def submit(self, request: ExpertRequest) -> RequestHandle:
         weights: ExpertWeights = self._weights[request.layer]
         for expert in torch.unique(request.expert_ids).tolist():
-            gate, _, down = matrices = weights.of(expert)
+            gate, _, down = matrices = weights.matrices_of(expert)
             Counting.numbers_read += 3 * len(gate) * len(down)
             Counting.bytes_read += sum(tensor.nbytes for tensor in matrices)
         return super().submit(request)
@@ -70,7 +70,9 @@ def reads_per_step(llm: LLM, stopwatch: Stopwatch, prompts: list[list[int]], new
     executor._runner = recorded
     numbers = (Counting.numbers_read - 2 * prefill_numbers) / (new - 1)
     read = (Counting.bytes_read - 2 * prefill_bytes) / (new - 1)
-    held = [weights.of(expert) for weights in model.experts.values() for expert in weights.held]
+    held = [
+        weights.matrices_of(expert) for weights in model.experts.values() for expert in weights.resident_ids
+    ]
     numbers += model.num_parameters - sum(3 * len(gate) * len(down) for gate, _, down in held)
     read += model.num_bytes - sum(tensor.nbytes for matrices in held for tensor in matrices)
     if model.head is not model.embedding:

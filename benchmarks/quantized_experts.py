@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moesaic.core.stored import COMPRESSED, OF_EXPERTS, QUANTIZED, is_integer
-from moesaic.kernels import compressed, quantized
+from moesaic.kernels import compressed_layout, quantized_layout
 from moesaic.kernels.native import _native, plain
 
 BF16 = "bfloat16"
@@ -40,11 +40,11 @@ def matrix(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> npt
         return wide
     if dtype in (BF16, COMPRESSED):
         bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
-        return bits if dtype == BF16 else compressed.compress(bits)
+        return bits if dtype == BF16 else compressed_layout.compress(bits)
     kind = QUANTIZED[dtype]
     codes = rng.integers(0, 0x7F if kind.bits == 8 else 16, (rows, columns)).astype(np.uint8)
     scales = rng.random((rows, -(-columns // kind.group)), dtype=np.float32)
-    return quantized.pack(dtype, codes, scales, -scales if kind.offset else None)
+    return quantized_layout.pack(dtype, codes, scales, -scales if kind.offset else None)
 
 
 class Experts:

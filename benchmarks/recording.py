@@ -39,7 +39,7 @@ from moesaic.core.routing import draw
 from moesaic.runtime import in_memory
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
-from moesaic.runtime.routing_recorder import SEED, TOGETHER, recorder
+from moesaic.runtime.routing_recorder import REQUESTS_TOGETHER, SEED, build_recorder
 from moesaic.runtime.worker import Worker
 from moesaic.trace.parts import part_path
 from moesaic.trace.routing import INTERVAL, Collector, prepare
@@ -108,7 +108,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
     timed: list[Timed] = []
 
     def made(*given: Any) -> Timed:
-        timed.append(Timed(recorder(*given)))
+        timed.append(Timed(build_recorder(*given)))
         return timed[0]
 
     with tempfile.TemporaryDirectory() as folder, patch.object(in_memory, "recorder", made):
@@ -179,7 +179,7 @@ def show_cpu(
 def recorded(arguments: argparse.Namespace) -> float:
     """The share of recorded requests in all rounds but the first."""
     ids = range(arguments.requests, (arguments.rounds + 1) * arguments.requests)
-    return statistics.fmean(draw(one // TOGETHER, SEED) < arguments.share for one in ids)
+    return statistics.fmean(draw(one // REQUESTS_TOGETHER, SEED) < arguments.share for one in ids)
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def serve_calls(options: argparse.Namespace) -> None:
     ends: list[Answerer] = []
     while True:
         wait(ends, [listener.fileno()], spin=options.spin)
-        ends += listener.accepted()
+        ends += listener.take_connections()
         ends = [end for end in ends if answered(end)]
 
 

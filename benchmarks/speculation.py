@@ -87,7 +87,7 @@ def engine(model: str, draft: int, drafter: Known | None, options: argparse.Name
     def chosen(config: SpeculativeConfig) -> Known:
         return drafter
 
-    with patch("moesaic.runtime.drafting.drafter_of", chosen):
+    with patch("moesaic.runtime.drafting.make_drafter", chosen):
         return LLM(model, **settings)
 
 
@@ -104,13 +104,13 @@ def prompts(llm: LLM, count: int, edits: bool) -> list[list[int]]:
     return [llm.tokenizer.encode(text) for text in texts]
 
 
-def run(llm: LLM, given: list[list[int]], options: argparse.Namespace) -> tuple[float, list[list[int]]]:
+def run(llm: LLM, expert_rows: list[list[int]], options: argparse.Namespace) -> tuple[float, list[list[int]]]:
     """Generated tokens/s of all requests together, and the answers."""
     params = SamplingParams(temperature=0.0, max_tokens=options.new, ignore_eos=True)
     clock = time.process_time if options.cpu else time.perf_counter
     began = clock()
-    answers = [completion.outputs[0].token_ids for completion in llm.generate(given, params)]
-    return len(given) * options.new / (clock() - began), answers
+    answers = [completion.outputs[0].token_ids for completion in llm.generate(expert_rows, params)]
+    return len(expert_rows) * options.new / (clock() - began), answers
 
 
 def acceptance(llm: LLM, before: tuple[int, int, int]) -> tuple[str, str, tuple[int, int, int]]:

@@ -416,7 +416,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         "commands.schedule_curves",  # and multiplies with this machine's kernels
         "jobs.profiling.sglang_files",  # SGLang records routing with torch.save
     ),
-    "safetensors": ("models.opened",),
+    "safetensors": ("models.tensor_files",),
     "huggingface_hub": ("models.hub",),
     "tokenizers": ("text.tokenizer", "text.gguf_tokenizer", "text.tiktoken_model"),
     "transformers": ("jobs.verify.reference",),

@@ -124,7 +124,7 @@ def test_of_an_expert_server(written: dict[str, Both], mapped: bool) -> None:
     for path in written[CASES[0]]:
         layout = registry.expert_layout(path, table.pick("cpu"))
         server = NativeBackend(path, layout, "auto", 1, mapped)
-        server.take({layout.layers[0]: [3, 1]})
+        server.load({layout.layers[0]: [3, 1]})
         hidden = np.random.default_rng(0).standard_normal((5, layout.hidden)).astype(np.float32)
         out = np.zeros_like(hidden)
         rows = np.arange(5)
@@ -139,8 +139,11 @@ def test_the_reference_server_decompresses(written: dict[str, Both]) -> None:
     layer = registry.read_spec(path).moe_layers[0]
     [weights] = registry.load_experts(path, reference, {layer: [2]}, dtype="compressed").values()
     [same] = registry.load_experts(written[CASES[0]][0], reference, {layer: [2]}).values()
-    assert all(torch.equal(one, other) for one, other in zip(weights.of(2), same.of(2), strict=True))
-    assert weights.of(2)[0].dtype is torch.float32
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(weights.matrices_of(2), same.matrices_of(2), strict=True)
+    )
+    assert weights.matrices_of(2)[0].dtype is torch.float32
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("auto", marks=needs_native)])
@@ -151,7 +154,9 @@ def test_a_rank_holds_its_part_of_each_alone(written: dict[str, Both], kernels: 
     [whole] = registry.load_experts(stored, picked, {layer: [2]}).values()
     for rank in range(3):
         [weights] = registry.load_experts(path, picked, {layer: [2]}, of_expert=Shard(rank, 3)).values()
-        for place, (part, all_of_it) in enumerate(zip(weights.of(2), whole.of(2), strict=True)):
+        for place, (part, all_of_it) in enumerate(
+            zip(weights.matrices_of(2), whole.matrices_of(2), strict=True)
+        ):
             assert torch.equal(part, all_of_it.tensor_split(3, dim=int(place == 2))[rank])
             assert part.is_contiguous() and part.untyped_storage().nbytes() == part.nbytes
 

@@ -96,7 +96,7 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Answer], float], N
         tokenizer = engine().tokenizer
         each = len(found) // len(PROMPTS)
         pairs_of = [(tokenizer.encode(PROMPTS[i // each]), one[0]) for i, one in enumerate(found)]
-        monkeypatch.setattr("moesaic.runtime.drafting.drafter_of", lambda config: Oracle(pairs_of, right))
+        monkeypatch.setattr("moesaic.runtime.drafting.make_drafter", lambda config: Oracle(pairs_of, right))
 
     return known
 

@@ -28,8 +28,8 @@ from moesaic.offload.reading import ALIGNMENT
 from moesaic.policy.offloading.tasks import Task
 from moesaic.runtime import memory_levels
 from moesaic.runtime.group import offloaded_group
-from moesaic.runtime.group.owners import placed
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.group.owners import read_owners
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.testing import byte_tokenizer
 from moesaic.transport.peers import HALF_BYTES
 from tests.support import model_configs, pairs, tiny_models
@@ -246,7 +246,7 @@ def read_by(pid: int) -> int:
 
 def blocks(case: Case, experts: Mapping[int, list[int]]) -> int:
     """Bytes of the blocks of files in which these experts of all layers lie."""
-    layout = layout_of(ModelConfig(str(case.path)))
+    layout = read_expert_layout(ModelConfig(str(case.path)))
     headers, size = Headers(case.path), 0
     for layer, mine in experts.items():
         places = [headers.find(*part) for expert in mine for part in layout.tensors(layer, expert)]
@@ -274,7 +274,7 @@ def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static
     counted, told = read_by(rank), made.stats().experts.passes
     answers(made)
     passes = sum(one.passes for one in made.stats().experts.passes) - sum(one.passes for one in told)
-    own = [placed(config).of(each) for each in range(2)]
+    own = [read_owners(config).list_experts(each) for each in range(2)]
     streamed = [{layer: mine[static:] for layer, mine in each.items()} for each in own]
     assert [len(each[0]) for each in streamed] == [4 - static, 3 - static]
     first = sum(one.loaded for one in made.stats().experts.passes) - sum(one.loaded for one in told)
@@ -285,7 +285,7 @@ def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static
 
 def test_arenas_hold_what_ranks_own(checkpoints: Mapping[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
     case, sizes = checkpoints["mixtral"], []
-    layout = layout_of(ModelConfig(str(case.path)))
+    layout = read_expert_layout(ModelConfig(str(case.path)))
 
     class Seen(Arena):
         def __init__(self, size: int) -> None:

@@ -17,12 +17,12 @@ from moesaic.core.request import NO_TOKEN
 from moesaic.core.tokens import TokenBatch
 from moesaic.llm import Completion
 from moesaic.models import registry
-from moesaic.models.kvcache.paged import bytes_per_token
+from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.policy.scheduling.schedulers.actions import Action, Event, RunStep, StepDone, StepPlan
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.step_prices import StepPrices
-from moesaic.runtime.predicting import known_rows
-from moesaic.runtime.sampling.checking import Sampled
+from moesaic.runtime.predicting import select_known_rows
+from moesaic.runtime.sampling.checking import SampledTokens
 from moesaic.testing import byte_tokenizer
 from tests.support import gguf_files, pairs, prediction, quantizers, tiny_models
 from tests.support.prediction import KINDS, VOCAB
@@ -182,8 +182,8 @@ def test_the_rows_whose_next_token_is_known() -> None:
     sampled, drafted = np.array([0, 2, 3]), np.array([1, 1, 0])
     following = np.array([-1, 22, -1, -1])
     plan = StepPlan(0, batch, np.arange(4), np.zeros(4), sampled, np.array([]), drafted, following)
-    found = Sampled(np.array([11, 12, 31, NO_TOKEN]), [], np.array([2, 1, 1]))
-    known, rows = known_rows(plan, found)
+    found = SampledTokens(np.array([11, 12, 31, NO_TOKEN]), [], np.array([2, 1, 1]))
+    known, rows = select_known_rows(plan, found)
     assert rows.tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert known.token_ids.tolist() == [11, 12, 21, 22, 31, 41, 0]
     assert known.positions.tolist() == [5, 6, 0, 1, 8, 3, 4]

@@ -16,8 +16,8 @@ from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerCo
 from moesaic.core.metrics import SpeculationStats
 from moesaic.core.placement import Placement
 from moesaic.policy.scheduling.step_prices import StepPrices
-from moesaic.runtime.group.owners import placed
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.group.owners import read_owners
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.runtime.worker import Worker
 from tests.support import prediction, tiny_models
 from tests.support.prediction import VOCAB
@@ -111,7 +111,7 @@ def test_servers_have_the_experts_of_the_layer_that_drafts(
 ) -> None:
     """The tokens of one process without drafts."""
     wanted, seen = config(path, ranks, **SCHEDULES[schedule]), list[SpeculationStats]()
-    layout = layout_of(wanted.model, predicting=True)
+    layout = read_expert_layout(wanted.model, predicting=True)
     assert layout.layers == (1, 2, 3) and layout.prediction == 3
 
     def look(worker: Worker) -> None:
@@ -154,8 +154,8 @@ def test_ranks_compute_the_layer_together(path: Path, collectives: str, settings
 
 def test_a_placement_without_the_layer_covers_it(path: Path, tmp_path: Path) -> None:
     """Its experts are where those of the layer before it are."""
-    layout = layout_of(ModelConfig(str(path)), predicting=True)
-    plain = layout_of(ModelConfig(str(path)))
+    layout = read_expert_layout(ModelConfig(str(path)), predicting=True)
+    plain = read_expert_layout(ModelConfig(str(path)))
     assert plain.fingerprint == layout.fingerprint and plain.layers == layout.model_layers == (1, 2)
     half = layout.num_experts // 2
     halves = {0: range(half), 1: range(half, layout.num_experts)}
@@ -172,5 +172,5 @@ def test_a_placement_without_the_layer_covers_it(path: Path, tmp_path: Path) -> 
         scheduler=SchedulerConfig(speculative_config=MTP),
         parallel=ParallelConfig(2, placement=str(file)),
     )
-    owners = placed(wanted).owners
+    owners = read_owners(wanted).owners
     assert set(owners) == {1, 2, 3} and np.array_equal(owners[3], owners[2])

@@ -109,7 +109,7 @@ def one_history(engines: Engines, seed: int) -> WorkerStats:
     """Several calls of one engine, each with some requests. Returns its statistics."""
     draw = random.Random(seed)
     oracle, drafting = Oracle([], right=0.5 + 0.2 * (seed % 3)), NGRAM if seed % 4 else None
-    with patch("moesaic.runtime.drafting.drafter_of", lambda config: oracle):
+    with patch("moesaic.runtime.drafting.make_drafter", lambda config: oracle):
         model = engines.engine(**settings(draw), speculative_config=drafting)
     for _ in range(draw.choice((1, 2, 4))):
         count = draw.choice((1, 3, 8))

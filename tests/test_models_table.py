@@ -38,7 +38,7 @@ def test_the_page_has_the_table_of_today() -> None:
     assert models_table.replaced(page) == page, "run: python -m scripts.models_table"
 
 
-@pytest.mark.skipif(not table.pick("cpu").packed, reason="kernels are not compiled")
+@pytest.mark.skipif(not table.pick("cpu").can_use_quantized, reason="kernels are not compiled")
 @pytest.mark.parametrize(
     "hub_id", ["allenai/OLMoE-1B-7B-0924-Instruct", "Qwen/Qwen3-30B-A3B-FP8", "openai/gpt-oss-20b"]
 )

@@ -17,8 +17,8 @@ from moesaic.core.metrics import PassStats
 from moesaic.core.profile import Profile, Routes
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.models import registry
-from moesaic.models.kvcache.paged import bytes_per_token
-from moesaic.offload.weights import Streamed
+from moesaic.models.kvcache.paged_kv import bytes_per_token
+from moesaic.offload.weights import StreamedExperts
 from moesaic.planning import USABLE, Job, WorkerPlan, longest_request, plan
 from moesaic.policy.offloading.footprint import Footprint
 from moesaic.runtime import offloaded
@@ -91,7 +91,7 @@ def test_a_worker_that_keeps_to_the_cap(path: Path, cap: str, job: Job) -> None:
     # and so are weights: what the executor takes for its experts is what was counted
     layout = offloaded.load(found.worker, offload, None)[1]
     static = {layer: range(offload.static_experts) for layer in layout.layers}
-    arena = Streamed.memory_for(path, layout, static).total
+    arena = StreamedExperts.memory_for(path, layout, static).total
     names = ("static experts", "two layers of streamed experts")
     counted = sum(found.price.fast[name] for name in names)
     blocks = (

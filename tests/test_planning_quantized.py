@@ -21,7 +21,7 @@ from moesaic.cost.machines import machine
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.models.headers import Headers
-from moesaic.offload.converted import StreamedConverted
+from moesaic.offload.converted_experts import StreamedConvertedExperts
 from moesaic.planning import WorkerPlan, plan
 from moesaic.planning.sizes import read_checkpoint_sizes
 from moesaic.policy.offloading.durations import Durations
@@ -96,7 +96,7 @@ def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> 
     if form != "columns":  # these are counted as all of one type
         assert found.model.other == pytest.approx(loaded.model.num_bytes)
     assert found.model.other >= 0.9 * loaded.model.num_bytes
-    memory = StreamedConverted.memory_for(
+    memory = StreamedConvertedExperts.memory_for(
         path, layout, {layer: range(offload.static_experts) for layer in layout.layers}
     )
     counted = price.fast["static experts"] + price.fast["two layers of streamed experts"]
@@ -112,7 +112,7 @@ def test_the_bytes_of_the_files_are_read(written: Written, form: str) -> None:
     path, kernels = written[form], table.pick("cpu")
     model, layout = read_checkpoint_sizes(path, "x", kernels), registry.expert_layout(path, kernels)
     headers = Headers(path)
-    places = headers.every().items()
+    places = headers.list_tensors().items()
     every = sum(place.size for name, place in places if ".mlp.experts." in name)
     assert model.read == every / layout.num_experts / len(layout.layers)
     assert model.conversion == ("columns" if form == "columns" else layout.largest)

@@ -16,7 +16,7 @@ from moesaic.core.placement import Placement
 from moesaic.cost.hardware import Hardware
 from moesaic.models import registry
 from moesaic.models.shard import Shard
-from moesaic.offload.weights import Streamed
+from moesaic.offload.weights import StreamedExperts
 from moesaic.planning import USABLE, WorkerPlan, plan
 from moesaic.runtime.group.owners import placed
 from moesaic.runtime.model_loading import layout_of
@@ -62,7 +62,7 @@ def test_every_rank_keeps_to_the_cap(path: Path, cap: str, ranks: int) -> None:
     for rank in range(ranks):
         owned = where.of(rank)
         static = {layer: mine[: offload.static_experts] for layer, mine in owned.items()}
-        arena = Streamed.memory_for(path, layout, static, owned).total
+        arena = StreamedExperts.memory_for(path, layout, static, owned).total
         assert counted <= arena <= counted + 4096 * 2 * 3 * (found.model.experts + 2)
 
 

@@ -22,11 +22,11 @@ from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import registry
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.offload import link as links
 from moesaic.offload.caches import MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 from moesaic.planning.hardware import memory, products
 from moesaic.planning.hardware.timing import Stopwatch
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
@@ -95,10 +95,10 @@ class Bench:
         Both lanes share the interpreter. Tasks are one row's gate, and attention to one token.
         """
         model, parts = self.loaded.model, _Turns(self, 1, 1)
-        gate, part = next(block for block in model.blocks if block.routed), parts.part
+        gate, part = next(block for block in model.blocks if block.is_routed), parts.part
         parts.resident.attend(0, model.blocks[0], part)
-        assert part.attended is not None
-        projected = gate.output_projection(part.attended)
+        assert part.attention_output is not None
+        projected = gate.output_projection(part.attention_output)
 
         def do(task: Task) -> None:
             if task.lane is Lane.SLOW:
@@ -122,12 +122,12 @@ class Bench:
     def experts(self, rows: int) -> float:
         """Flops/s of all experts of a layer with so many rows each, in the checkpoint's mapped files."""
         model = self.loaded.model
-        layers = [layer for layer, block in enumerate(model.blocks) if block.routed]
+        layers = [layer for layer, block in enumerate(model.blocks) if block.is_routed]
         held, count = self._held, model.spec.num_experts
         ids = torch.arange(count).repeat(rows)[:, None]
         states, turns = _random(len(ids), model.embedding.shape[1]), itertools.cycle(layers)
         took = self.watch.seconds(lambda: self.loaded.kernels.experts(held[next(turns)], states, ids))
-        gate = held[layers[0]].of(0)[0]
+        gate = held[layers[0]].matrices_of(0)[0]
         return 6.0 * len(ids) * gate.numel() / took
 
     def attention(self, requests: int, context: int, rows: int = 1) -> float:
@@ -150,7 +150,7 @@ class Bench:
     def feed_forward(self, requests: int) -> float:
         """Seconds of a layer after attention: projection, gate and all experts that the rows choose."""
         model, held = self.loaded.model, self._held
-        layers = [layer for layer, block in enumerate(model.blocks) if block.routed]
+        layers = [layer for layer, block in enumerate(model.blocks) if block.is_routed]
         decode = _Turns(self, requests, BLOCK)
         decode.resident.attend(0, model.blocks[0], decode.part)
         turns = itertools.cycle(layers)
@@ -163,13 +163,13 @@ class Bench:
         layers = {layer: range(spec.num_experts) for layer in spec.moe_layers}
         return registry.load_experts(self.path, self.loaded.kernels, layers)
 
-    def _after(self, layer: int, part: Part, held: dict[int, ExpertWeights]) -> None:
+    def _after(self, layer: int, part: MicroBatch, held: dict[int, ExpertWeights]) -> None:
         block = self.loaded.model.blocks[layer]
-        assert part.attended is not None
-        gated = block.gate(part.hidden, block.output_projection(part.attended))
+        assert part.attention_output is not None
+        gated = block.gate(part.hidden, block.output_projection(part.attention_output))
         assert gated.expert_ids is not None
-        answers = self.loaded.kernels.experts(held[layer], gated.normed, gated.expert_ids)
-        block.merge(gated, block.dense(gated.normed), answers)
+        answers = self.loaded.kernels.experts(held[layer], gated.normed_rows, gated.expert_ids)
+        block.merge(gated, block.dense(gated.normed_rows), answers)
 
     def _level(self, cpu: int, sizes: ModelSizes, requests: int, context: int) -> Level:
         kernels, dtype = self.loaded.kernels, products.dtype_name(self.loaded.dtype)
@@ -225,7 +225,7 @@ class _Turns:
         layout, kernels = self._bench.loaded.model.spec.kv, self._bench.loaded.kernels
         return MovingCache(self._kv, layout, BLOCK, kernels, down, down)
 
-    def _part(self, requests: int, context: int, rows: int) -> Part:
+    def _part(self, requests: int, context: int, rows: int) -> MicroBatch:
         wide, count = math.ceil(context / BLOCK), requests * rows
         batch = TokenBatch(
             token_ids=np.zeros(count, np.int64),
@@ -237,8 +237,8 @@ class _Turns:
         )
         model = self._bench.loaded.model
         hidden, positions = _random(count, model.embedding.shape[1]), torch.from_numpy(batch.positions)
-        part = Part(batch, np.arange(count), AttentionBatch.build(batch, BLOCK), positions, hidden)
-        part.projected = model.blocks[0].pre_attention(hidden, positions)
+        part = MicroBatch(batch, np.arange(count), AttentionBatch.build(batch, BLOCK), positions, hidden)
+        part.projections = model.blocks[0].pre_attention(hidden, positions)
         return part
 
 

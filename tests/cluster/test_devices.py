@@ -188,10 +188,10 @@ def test_gpus_are_not_for_the_cpu() -> None:
 
 def test_the_stand_in_has_four_devices() -> None:
     """As many ranks as GPUs need not be told how much of a GPU to take."""
-    from moesaic.runtime.model_loading import check_shared, gpus_of
+    from moesaic.runtime.model_loading import check_gpu_sharing, count_gpus
 
     with sanitized(devices=4):
-        assert gpus_of(CUDA.model) == 4
-        check_shared(replace(CUDA, parallel=ParallelConfig(tensor_parallel_size=4)))
+        assert count_gpus(CUDA.model) == 4
+        check_gpu_sharing(replace(CUDA, parallel=ParallelConfig(tensor_parallel_size=4)))
         with pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size"):
-            check_shared(replace(CUDA, parallel=ParallelConfig(tensor_parallel_size=5)))
+            check_gpu_sharing(replace(CUDA, parallel=ParallelConfig(tensor_parallel_size=5)))

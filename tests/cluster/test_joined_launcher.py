@@ -52,7 +52,9 @@ def caller(role: Role = Role.WORKER, sets: tuple[str, ...] = ("avx2",)) -> Remot
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> JoinedLauncher:
-    monkeypatch.setattr(joined_launcher.fingerprint, "of", lambda path: f"of {Path(path).name}")
+    monkeypatch.setattr(
+        joined_launcher.fingerprint, "compute_fingerprint", lambda path: f"of {Path(path).name}"
+    )
     made = JoinedLauncher(WORKER)
     made.request_hosts({Role.WORKER: 2, Role.SERVER: 1, Role.PREFILL: 0})
     return made
@@ -104,7 +106,7 @@ def test_another_instruction_set_than_that_of_the_first_one_is_refused(launcher:
 
 
 def test_a_worker_that_may_have_a_gpu_chooses_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined_launcher.fingerprint, "of", lambda path: "w")
+    monkeypatch.setattr(joined_launcher.fingerprint, "compute_fingerprint", lambda path: "w")
     made = JoinedLauncher(WorkerConfig(ModelConfig("m")))
     assert (
         made._choose_instruction_set(caller()) is None

@@ -45,13 +45,13 @@ class Joined:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(layer, expert) of each expert that servers of this process load."""
-    found, take = [], Store._take
+    found, take = [], Store._load_expert
 
     def counted(store: Store, layer: int, expert: int) -> None:
         found.append((layer, expert))
         take(store, layer, expert)
 
-    monkeypatch.setattr(Store, "_take", counted)
+    monkeypatch.setattr(Store, "_load_expert", counted)
     return found
 
 
@@ -84,7 +84,7 @@ def test_who_lost_its_cluster_loads_nothing_again(door: dict[str, Any], loads: l
         assert served.finish() == alone(*WORK)
         settled(served, [0, 3])
         assert served.supervisor.placement.of(3) == first
-        assert joined.kept.made == 1 and len(loads) == loaded
+        assert joined.kept.num_loads == 1 and len(loads) == loaded
         served.submit(*WORK)
         assert served.finish() == 2 * alone(*WORK)
     joined.end()

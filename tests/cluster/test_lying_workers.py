@@ -55,7 +55,7 @@ def test_lies_of_a_worker_end_its_connection_and_change_no_token(door: dict[str,
             with liar(served) as (connection, ready):
                 connection.send(messages.Layout(LAYOUT))
                 connection.send(replace(ready, info=replace(ready.info, **{field: 0})))
-                served.until(partial(connection.ended, 0.01))
+                served.until(partial(connection.wait_for_end, 0.01))
             assert f"{field}: got 0" in served.supervisor.report().failures[-1].what
         for number, wrong in enumerate((messages.Tokens, damaged)):
             served.until(lambda: names(served) == ["attention worker 0"])
@@ -68,6 +68,6 @@ def test_lies_of_a_worker_end_its_connection_and_change_no_token(door: dict[str,
                     damaged(ids) if wrong is damaged else messages.Tokens(ids, [-1] * COUNT, [None] * COUNT)
                 )
                 connection.send(told)
-                served.until(partial(connection.ended, 0.01))
+                served.until(partial(connection.wait_for_end, 0.01))
                 assert served.finish() == (number + 1) * expected
         assert served._launched.engine.dead is None

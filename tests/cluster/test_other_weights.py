@@ -95,7 +95,7 @@ def test_a_joiner_whose_samples_are_equal_is_refused_by_its_digests(
     """Its down projections are zeros, and the fingerprint that it computes does not show it."""
     monkeypatch.setattr(weight_check, "SECONDS", patience)
     other = without_down_projections(copied(tmp_path / "other"))
-    program = PRETENDING.format(same=fingerprint.of(files.resolve("demo")))
+    program = PRETENDING.format(same=fingerprint.compute_fingerprint(files.resolve("demo")))
     with cluster(**door) as served:
         address = (served.supervisor.report().join_address or "").removeprefix("tcp:")
         flags = ["--secret-file", door["cluster_secret_file"], "--threads", "1", "--model", str(other)]

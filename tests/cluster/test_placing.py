@@ -65,7 +65,7 @@ class Scene:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(joined_launcher.fingerprint, "of", lambda path: "w")
+    monkeypatch.setattr(joined_launcher.fingerprint, "compute_fingerprint", lambda path: "w")
     made = Scene(ClusterConfig(**STANDBY | getattr(request, "param", {})))
     yield made
     for member in made.members.servers:

@@ -142,7 +142,7 @@ def test_experts_stay_where_they_are(
         after = served.supervisor.placement
         assert after is not None
         assert [after.of(number) for number in range(3)] == [before.of(number) for number in (2, 0, 1)]
-        assert loads == loaded and [one.kept.made for one in servers] == [1, 1, 1]
+        assert loads == loaded and [one.kept.num_loads for one in servers] == [1, 1, 1]
     for server in servers:
         server.end()
 

@@ -34,7 +34,7 @@ class Checked:
         save_file(tensors, self.file)
         (path / "config.json").write_text("{}")
         digests = ExpertDigests(path, LAYOUT)
-        self.right = {0: {expert: digests.of(0, expert) for expert in range(2)}}
+        self.right = {0: {expert: digests.digest_of(0, expert) for expert in range(2)}}
         self.accepted: list[int] = []
         self.refused: list[str] = []
         self.later: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

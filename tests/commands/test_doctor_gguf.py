@@ -39,10 +39,12 @@ def test_a_file_and_its_directory(
     packed = sum(
         one.nbytes
         for weights in model.experts.values()
-        for expert in weights.held
-        for one in weights.of(expert)
+        for expert in weights.resident_ids
+        for one in weights.matrices_of(expert)
     )
-    if table.pick("cpu").packed:  # counted as if each layer had the types of the first one, which has more
+    if table.pick(
+        "cpu"
+    ).can_use_quantized:  # counted as if each layer had the types of the first one, which has more
         assert packed <= rows["int4_offset+int8_16"]["experts"] <= 1.2 * packed
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "model.gguf").symlink_to(file)

@@ -22,7 +22,7 @@ from moesaic.commands import doctor_model
 from moesaic.commands.plan import find_hardware
 from moesaic.cost.hardware import Hardware
 from moesaic.models import files
-from moesaic.models.files import Found
+from moesaic.models.files import FoundModel
 from moesaic.models.gguf import header
 from moesaic.models.gguf.hub import FIRST_RANGE, LARGEST_RANGE
 
@@ -127,7 +127,7 @@ def test_weights_that_are_not_here_are_not_measured(
 
     monkeypatch.setattr("moesaic.commands.hardware.now", now)
     sizes = {file.name: file.stat().st_size}
-    for found in (Found(file, file), Found(file, file, sizes, f"{REPOSITORY}:{file.name}")):
+    for found in (FoundModel(file, file), FoundModel(file, file, sizes, f"{REPOSITORY}:{file.name}")):
         monkeypatch.setattr(files, "find", lambda *_, found=found: found)
         examined(capsys, "a/b:c")
     assert measured[0] == str(file.parent) and measured[1] != str(file.parent)

@@ -23,10 +23,10 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import OF_EXPERTS
 from moesaic.kernels import table
 from moesaic.models import files, registry
-from moesaic.models.files import Found
+from moesaic.models.files import FoundModel
 from moesaic.models.headers import Headers
-from moesaic.runtime.cache_size import AUTO_SHARE, cache_size_of
-from moesaic.runtime.drafting import speculation_of
+from moesaic.runtime.cache_size import AUTO_SHARE, compute_cache_size
+from moesaic.runtime.drafting import make_speculation
 from moesaic.runtime.model_loading import load_model as load
 from moesaic.testing import byte_tokenizer
 
@@ -112,10 +112,10 @@ def test_compressed_experts_are_counted_to_the_byte(
     capsys.readouterr()
     found = examined(capsys, out, "--hardware", machine)
     [row] = [row for row in found["formats"] if row["experts_as"] == "compressed"]
-    places = Headers(out).every().items()
+    places = Headers(out).list_tensors().items()
     assert row["experts"] == sum(place.size for name, place in places if ".experts." in name)
     assert found["stored"]["type"] == "compressed" and found["command"] == f"moesaic serve {out}"
-    assert row["loaded_as"] == ("compressed" if table.pick("cpu").packed else "float32")
+    assert row["loaded_as"] == ("compressed" if table.pick("cpu").can_use_quantized else "float32")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_hub_id_without_a_tokenizer_that_is_read(
         ("tokenizer.json", []),
         ("tiktoken.model", []),
     ):
-        found = Found(file, files={"config.json": 600, name: 5000, "model.safetensors": 1 << 60})
+        found = FoundModel(file, files={"config.json": 600, name: 5000, "model.safetensors": 1 << 60})
         monkeypatch.setattr(files, "find", lambda *_, found=found: found)
         report = examined(capsys, "a/b", "--hardware", machine, code=1)
         assert report["problems"] == problems
@@ -237,7 +237,7 @@ def test_the_cache_is_the_one_that_the_worker_takes(
     loaded = load(ModelConfig("demo"))
     left = memory * GIB - row["weights"]
     worker = WorkerConfig(ModelConfig("demo"), CacheConfig())
-    blocks = cache_size_of(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left)).num_blocks
+    blocks = compute_cache_size(worker, loaded, 2048, torch.float32, int(AUTO_SHARE * left)).num_blocks
     assert row["kv_cache_tokens"] == blocks * worker.cache.block_size
 
 
@@ -273,7 +273,7 @@ def test_without_figures_there_is_no_speed(capsys: pytest.CaptureFixture[str]) -
     assert found["command"] == "moesaic serve demo" and found["speeds"] == []
     assert found["drafts_priced_by"] == "bytes of weights"
     config = WorkerConfig(ModelConfig("demo"), scheduler=SchedulerConfig(speculative_config=DRAFTS))
-    prices = speculation_of(config, load(ModelConfig("demo")).model).stats().prices
+    prices = make_speculation(config, load(ModelConfig("demo")).model).stats().prices
     for one in found["drafts"]:
         ratio = prices[one["requests"] * (1 + one["tokens"]) - 1] / prices[one["requests"] - 1]
         assert one["price"] == pytest.approx(ratio, rel=0.01), "a worker begins with the same prices"

@@ -255,7 +255,7 @@ def test_conversion_of_the_checkpoints_experts_is_measured(
     kind = None if form is None else quantizers.STORED.get(form, form)
     assert found is not None and found.name == (kind or "columns") and seen[0].products.packed_type == kind
     found.run()
-    every = Headers(path).every().items()
+    every = Headers(path).list_tensors().items()
     experts = sum(place.size for name, place in every if name.startswith("model.layers.0.mlp.experts."))
     assert found.size == experts / 12
     [(named, rate)] = measuring(replace(seen[0], seconds=1e-9), lambda *_: None)._conversions()

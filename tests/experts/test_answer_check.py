@@ -32,7 +32,7 @@ def change(path: Path, part: str, value: float) -> None:
 def finite(path: Path, expert: int, mapped: bool = True) -> bool:
     layout = registry.expert_layout(path, table.pick("cpu", "auto"))
     row = np.ones(layout.hidden, dtype=np.float32)
-    return Recompute(path, layout, mapped).finite(0, expert, row)
+    return Recompute(path, layout, mapped).is_finite(0, expert, row)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -48,5 +48,5 @@ def test_weights_that_give_no_finite_answer(checkpoint: Path, value: float, mapp
 def test_weights_that_cannot_be_read_blame_nobody(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     layout = registry.expert_layout(checkpoint, table.pick("cpu", "auto"))
     (checkpoint / "model.safetensors").unlink()
-    assert not Recompute(checkpoint, layout, True).finite(0, 1, np.ones(layout.hidden, dtype=np.float32))
+    assert not Recompute(checkpoint, layout, True).is_finite(0, 1, np.ones(layout.hidden, dtype=np.float32))
     assert caplog.records[0].getMessage().startswith("cannot tell who is at fault")

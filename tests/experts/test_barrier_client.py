@@ -41,8 +41,8 @@ class Recording:
 
 def answered(subject: BarrierClient, gate: ServerConnection, call: Any, step: int = 1) -> None:
     """The gate has opened for this step."""
-    wire.write_begun(call.answer, step)
-    subject.answered(gate, call)
+    wire.write_step_begun(call.answer, step)
+    subject.on_answer(gate, call)
 
 
 def steps(asked: Recording) -> list[int]:
@@ -63,11 +63,11 @@ def test_it_knocks_once_at_every_server_and_is_let_in_by_one(first: int) -> None
     for _ in range(3):
         barrier_client.arrive([gate for gate, _ in made])
     assert [len(asked.posted) for _, asked in made] == [1, 1, 1]
-    assert barrier_client.waiting and not barrier_client.entered()
+    assert barrier_client.is_waiting and not barrier_client.poll()
     gate, asked = made[first]
     answered(barrier_client, gate, asked.posted[0])
     assert asked.released == [0]
-    assert barrier_client.entered() and not barrier_client.waiting
+    assert barrier_client.poll() and not barrier_client.is_waiting
 
 
 def test_a_late_answer_does_not_let_it_into_the_next_step() -> None:
@@ -77,13 +77,13 @@ def test_a_late_answer_does_not_let_it_into_the_next_step() -> None:
     barrier_client.enter(True)
     barrier_client.arrive([first, second])
     answered(barrier_client, first, asked.posted[0])
-    assert barrier_client.entered()
+    assert barrier_client.poll()
     barrier_client.enter(True)
     barrier_client.arrive([first, second])
     answered(barrier_client, second, slow.posted[0])
-    assert slow.released == [0] and not barrier_client.entered()
+    assert slow.released == [0] and not barrier_client.poll()
     answered(barrier_client, second, slow.posted[1], 2)
-    assert barrier_client.entered() and steps(slow) == [1, 2]
+    assert barrier_client.poll() and steps(slow) == [1, 2]
 
 
 def test_a_server_that_was_started_again_is_knocked_at_anew() -> None:
@@ -96,7 +96,7 @@ def test_a_server_that_was_started_again_is_knocked_at_anew() -> None:
     barrier_client.arrive([after])
     assert len(asked.posted) == 1
     answered(barrier_client, after, asked.posted[0])
-    assert barrier_client.entered() and len(lost.posted) == 1
+    assert barrier_client.poll() and len(lost.posted) == 1
 
 
 def test_a_knock_before_work_came_is_for_the_same_step() -> None:
@@ -108,10 +108,10 @@ def test_a_knock_before_work_came_is_for_the_same_step() -> None:
     barrier_client.arrive([gate])
     assert steps(asked) == [1, 1]
     answered(barrier_client, gate, asked.posted[0])
-    assert barrier_client.entered()
+    assert barrier_client.poll()
     barrier_client.enter(True)
     answered(barrier_client, gate, asked.posted[1])
-    assert not barrier_client.entered(), "that was the same step"
+    assert not barrier_client.poll(), "that was the same step"
 
 
 def test_a_new_client_learns_the_number_of_the_step() -> None:
@@ -121,16 +121,16 @@ def test_a_new_client_learns_the_number_of_the_step() -> None:
         barrier_client.enter(False)
         barrier_client.arrive([gate])
         answered(barrier_client, gate, asked.posted[-1], step)
-        assert barrier_client.entered()
+        assert barrier_client.poll()
     assert steps(asked) == [1, 41]
 
 
 @pytest.mark.parametrize("work", [False, True])
 def test_who_waits_without_rows_is_idle(work: bool) -> None:
     barrier_client = BarrierClient(HIDDEN)
-    assert not barrier_client.idle
+    assert not barrier_client.is_idle
     barrier_client.enter(work)
-    assert barrier_client.idle is not work
+    assert barrier_client.is_idle is not work
 
 
 def test_a_gate_that_dies_is_tried_again() -> None:

@@ -40,7 +40,7 @@ def test_the_way_to_a_server(
     try:
         connecting.start(entry, SECRET)
         assert wait([], [wakeup.fileno()], PATIENCE)
-        [(found, caller)] = connecting.made()
+        [(found, caller)] = connecting.take_connections()
         assert found == entry and type(caller) is kind
         caller.close()
     finally:
@@ -79,7 +79,7 @@ def test_what_was_stopped_while_it_connected_is_closed_or_found(monkeypatch: pyt
         connecting.start(ServerEntry(3, 1, Endpoint("unix:@nobody")), b"")
     assert seen.wait(PATIENCE)
     connecting.stop(3)
-    for _, found in connecting.made():
+    for _, found in connecting.take_connections():
         found.close()
     assert made.closed.wait(PATIENCE), "nobody closes it"
     wakeup.close()

@@ -11,7 +11,7 @@ import pytest
 from moesaic.config import ExpertServerConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ResidencyStats
-from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.keeping import BackendAndStats, KeptExperts
 
 LAYOUT = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32", weights="w")
 CONFIG = ExpertServerConfig("m", LAYOUT, "unix:@")
@@ -21,7 +21,7 @@ class Backend:
     """Has no experts."""
 
 
-def made(config: ExpertServerConfig) -> Loaded:
+def made(config: ExpertServerConfig) -> BackendAndStats:
     return Backend(), ResidencyStats  # type: ignore[return-value]
 
 
@@ -36,7 +36,7 @@ def made(config: ExpertServerConfig) -> Loaded:
 def test_the_same_weights_stay(others: dict[str, Any]) -> None:
     kept = KeptExperts()
     first = kept.get(CONFIG, "stamp", made)
-    assert kept.get(replace(CONFIG, **others), "stamp", made)[0] is first[0] and kept.made == 1
+    assert kept.get(replace(CONFIG, **others), "stamp", made)[0] is first[0] and kept.num_loads == 1
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_others_are_loaded_once_the_old_ones_are_gone(others: dict[str, Any], st
     kept = KeptExperts()
     old = weakref.ref(kept.get(CONFIG, "stamp", made)[0])
 
-    def make(config: ExpertServerConfig) -> Loaded:
+    def make(config: ExpertServerConfig) -> BackendAndStats:
         assert old() is None, "the weights would be in memory twice"
         return made(config)
 
     kept.get(replace(CONFIG, **others), stamp, make)
-    assert kept.made == 2
+    assert kept.num_loads == 2

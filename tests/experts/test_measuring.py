@@ -29,24 +29,24 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
 @pytest.mark.parametrize(("read", "wanted"), [(0.012, 12.0), (0.006, 6.0), (0.0001, 1.0), (0.2, 64.0)])
 def test_rows_that_take_as_long_as_reading(read: float, wanted: float) -> None:
     cpu = Cpu(read, 0.001, first=0.05)
-    assert measuring.ratio(cpu.run, {"a": read}, cpu.clock) == pytest.approx(wanted)
+    assert measuring.measure_ratio(cpu.run, {"a": read}, cpu.clock) == pytest.approx(wanted)
 
 
 def test_it_is_measured_once_for_each_of_what_it_depends_on() -> None:
     cpu = Cpu(0.012, 0.001)
-    first = measuring.ratio(cpu.run, {"threads": 1}, cpu.clock)
+    first = measuring.measure_ratio(cpu.run, {"threads": 1}, cpu.clock)
     runs = len(cpu.runs)
-    assert measuring.ratio(cpu.run, {"threads": 1}, cpu.clock) == pytest.approx(first, abs=0.01)
+    assert measuring.measure_ratio(cpu.run, {"threads": 1}, cpu.clock) == pytest.approx(first, abs=0.01)
     assert len(cpu.runs) == runs
-    measuring.ratio(cpu.run, {"threads": 2}, cpu.clock)
+    measuring.measure_ratio(cpu.run, {"threads": 2}, cpu.clock)
     assert len(cpu.runs) > runs
 
 
 def test_it_takes_less_than_a_second_or_is_left_out() -> None:
     slow = Cpu(0.4, 0.001)
-    assert measuring.ratio(slow.run, {}, slow.clock) is None and slow.runs == [1]
+    assert measuring.measure_ratio(slow.run, {}, slow.clock) is None and slow.runs == [1]
     long = Cpu(0.1, 0.02)
-    assert measuring.ratio(long.run, {}, long.clock) == pytest.approx(5.0)
+    assert measuring.measure_ratio(long.run, {}, long.clock) == pytest.approx(5.0)
     assert long.runs == [1, 1, 16]
 
 
@@ -63,10 +63,10 @@ def test_every_held_expert_of_a_layer_gets_the_rows() -> None:
         )
         seen.append((layer, part.experts.tolist(), part.rows.tolist()))
 
-    backend = SimpleNamespace(name="x", held={2: [1, 3], 5: [0], 7: []}, run=run)
+    backend = SimpleNamespace(name="x", resident_experts={2: [1, 3], 5: [0], 7: []}, run=run)
     layout = SimpleNamespace(hidden=8, width=4, dtype="float32")
-    found = measuring.of_experts(backend, layout, 1)  # type: ignore[arg-type]
-    assert found is not None and measuring.LEAST <= found <= measuring.MOST
+    found = measuring.measure_experts(backend, layout, 1)  # type: ignore[arg-type]
+    assert found is not None and measuring.MIN_RATIO <= found <= measuring.MAX_RATIO
     assert seen[0] == (2, [1, 3], [0, 0]) and seen[1] == (5, [0], [0])
     assert seen[2] == (2, [1] * 16 + [3] * 16, [*range(16)] * 2)
-    assert measuring.of_experts(SimpleNamespace(held={}), layout, 1) is None  # type: ignore[arg-type]
+    assert measuring.measure_experts(SimpleNamespace(resident_experts={}), layout, 1) is None  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def test_what_is_due_happens_at_its_time_and_in_order() -> None:
     at, done = Time(), list[tuple[str, float]]()
     pace = at.pace()
     for name, due in (("c", 103.0), ("a", 101.0), ("b", 101.0), ("later", 110.0)):
-        pace.later(due, lambda name=name: done.append((name, at.now)))  # type: ignore[misc]
+        pace.schedule(due, lambda name=name: done.append((name, at.now)))  # type: ignore[misc]
     pace.act()
     assert done == []
     pace.hold(100.0, 4.0)
@@ -62,7 +62,7 @@ def test_what_is_due_happens_at_its_time_and_in_order() -> None:
 def test_it_rings_when_something_is_due() -> None:
     rung, done = threading.Event(), list[int]()
     pace = Pace(1.0, rung.set)
-    pace.later(time.monotonic() + 0.02, lambda: done.append(1))
+    pace.schedule(time.monotonic() + 0.02, lambda: done.append(1))
     assert rung.wait(10.0)
     pace.act()
     assert done == [1]
@@ -75,11 +75,11 @@ class Backend:
     at: Time
     name: str = "slow"
     device_name: str = ""
-    held: dict[int, list[int]] = field(default_factory=lambda: {0: [1, 2]})
+    resident_experts: dict[int, list[int]] = field(default_factory=lambda: {0: [1, 2]})
     ran: list[int] = field(default_factory=list)
 
-    def take(self, wanted: object) -> None: ...
-    def keep(self, wanted: object) -> None: ...
+    def load(self, experts_by_layer: object) -> None: ...
+    def keep_only(self, experts_by_layer: object) -> None: ...
     def run(self, layer: int, parts: object) -> None:
         self.at.now += 0.1
         self.ran.append(layer)
@@ -92,7 +92,7 @@ def test_a_server_takes_its_curve() -> None:
     parts = [CallPairs(ROWS, np.arange(3), np.array([5, 7, 5]), ROWS, np.arange(3))]
     backend.run(3, [*parts, CallPairs(ROWS, np.arange(1), np.array([7]), ROWS, np.arange(1))])
     assert at.now == 100.0 + 2.0 * (2.0 + 2 * 0.25), "four pairs, two experts"
-    assert backend.name == "slow, paced" and backend.held == {0: [1, 2]}
+    assert backend.name == "slow, paced" and backend.resident_experts == {0: [1, 2]}
 
 
 @dataclass(eq=False)

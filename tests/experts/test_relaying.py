@@ -57,9 +57,9 @@ def test_a_row_crosses_once_and_the_answers_are_those_of_direct_calls(make: Make
     stats = host.client.stats()
     assert (stats.calls, stats.pairs, stats.far_bytes) == (1, pairs, size)
     assert relay == 1, "it has most pairs"
-    assert [server.served.calls for server in host.servers] == [1, 1, 1]
-    assert sum(server.served.pairs for server in host.servers) == pairs and not stats.resent_pairs
-    assert not host.client.busy and not open_calls(host.client._connections)
+    assert [server.counters.calls for server in host.servers] == [1, 1, 1]
+    assert sum(server.counters.pairs for server in host.servers) == pairs and not stats.resent_pairs
+    assert not host.client.is_busy and not open_calls(host.client._connections)
 
 
 class Published:
@@ -115,7 +115,7 @@ def test_before_relays_have_met_rows_are_sent_directly(make: Make) -> None:
     host = make(met=False)
     handle, wanted = host.submit()
     equal(host.answer(handle), wanted)
-    assert [server.served.calls for server in host.servers] == [1, 1, 1]
+    assert [server.counters.calls for server in host.servers] == [1, 1, 1]
     assert host.client.stats().calls == 3, "the call with parts, and two that are sent directly"
     handle, wanted = host.submit()
     assert not open_calls(host.client._connections), "the host rests"
@@ -148,7 +148,7 @@ def test_a_server_that_dies_costs_no_row(make: Make, dead: int, sums: bool) -> N
     host.turn(relay)  # it has passed on the parts
     host.kill(dead)
     equal(host.answer(handle), wanted)
-    assert host.client._replicas.connected == {0, 1, 2} - {dead} and not host.client.busy
+    assert host.client._replicas.connected == {0, 1, 2} - {dead} and not host.client.is_busy
     assert host.client.stats().resent_pairs and not host.client.stats().silent_failovers
     host.now += 5.0
     handle, wanted = host.submit(6, sums)
@@ -162,13 +162,13 @@ def test_a_frozen_neighbour_is_given_up_as_without_relay(make: Make, sums: bool)
     relay = relayed(host)
     frozen = 2 if relay != 2 else 1
     others = sorted({0, 1, 2} - {frozen})
-    host.until(lambda: host.servers[relay].served.pairs, *others)
+    host.until(lambda: host.servers[relay].counters.pairs, *others)
     for _ in range(20):
         host.until(lambda: True)
         host.turn(*others)
     host.now += 8.0  # three quarters of the timeout: the part is sent directly, to it or to another server
     host.client._progress()
-    assert not open_calls(host.client._connections) and host.client.busy
+    assert not open_calls(host.client._connections) and host.client.is_busy
     for _ in range(20):
         host.turn(*others)
         host.client._progress()
@@ -187,7 +187,7 @@ def test_a_frozen_relay_does_not_take_its_neighbours_along(make: Make, sums: boo
     others = sorted({0, 1, 2} - {frozen})
     host.now += 8.0
     host.client._progress()
-    host.until(lambda: all(host.servers[one].served.pairs for one in others), *others)
+    host.until(lambda: all(host.servers[one].counters.pairs for one in others), *others)
     host.now += 4.0
     host.client._progress()
     assert host.client._replicas.connected == set(others)
@@ -203,13 +203,13 @@ def test_what_comes_too_late_is_ignored(make: Make) -> None:
     host.now += 8.0
     host.client._progress()
     others = sorted({0, 1, 2} - {relay})
-    host.until(lambda: all(host.servers[one].served.pairs for one in others), *others)
+    host.until(lambda: all(host.servers[one].counters.pairs for one in others), *others)
     equal(host.answer(handle), wanted)
     for _ in range(10):
         host.turn()
         host.client._progress()
-    assert not host.client.busy and not open_calls(host.client._connections)
-    assert sum(server.served.pairs for server in host.servers) > 6 * TOP_K
+    assert not host.client.is_busy and not open_calls(host.client._connections)
+    assert sum(server.counters.pairs for server in host.servers) > 6 * TOP_K
     host.now += 5.0
     handle, wanted = host.submit(6)
     assert relayed(host) == relay
@@ -224,7 +224,7 @@ def test_the_server_of_a_wrong_answer_is_blamed(make: Make, wrong: int, sums: bo
     handle, wanted = host.submit(6, sums)
     assert relayed(host) in (0, 1, 2)
     equal(host.answer(handle), wanted)
-    assert [one.server for one in host.client.faulty()] == [wrong]
+    assert [one.server for one in host.client.take_faulty_servers()] == [wrong]
 
 
 def test_two_relays_pass_to_each_other(make: Make) -> None:
@@ -281,4 +281,4 @@ def test_relays_are_no_clients(make: Make) -> None:
     host = make()
     assert [server.clients for server in host.servers] == [1, 1, 1]
     host.client.enter_barrier(True)
-    host.until(host.client.passed_barrier)
+    host.until(host.client.poll_barrier)

@@ -47,19 +47,19 @@ class Scaling:
     """An Arithmetic: expert e of layer l multiplies by 10 l + e + 1."""
 
     name = "scaling"
-    held = EVERYTHING
+    resident_experts = EVERYTHING
 
-    def take(self, wanted: object) -> None: ...
+    def load(self, experts_by_layer: object) -> None: ...
 
-    def keep(self, wanted: object) -> None: ...
+    def keep_only(self, experts_by_layer: object) -> None: ...
 
     nan_for: Sequence[int] = ()
     """Experts whose answers are NaN."""
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         for part in parts:
-            part.out[part.lines] = part.hidden[part.rows] * (10 * layer + part.experts[:, None] + 1)
-            part.out[part.lines[np.isin(part.experts, self.nan_for)]] = np.nan
+            part.results[part.result_rows] = part.hidden[part.rows] * (10 * layer + part.experts[:, None] + 1)
+            part.results[part.result_rows[np.isin(part.experts, self.nan_for)]] = np.nan
 
 
 class Dialling:
@@ -87,7 +87,7 @@ class Dialling:
             with contextlib.suppress(ConnectionLost):
                 self.kept.append((entry, connect(entry.endpoint.address, SECRET, self.kind, self.heap)))
 
-    def made(self) -> list[tuple[ServerEntry, Caller]]:
+    def take_connections(self) -> list[tuple[ServerEntry, Caller]]:
         self.dial()
         kept, self.kept = self.kept, []
         return kept
@@ -187,8 +187,8 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
     for handle, wanted in (second, first):
         torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
         cluster.client.release(handle)
-    assert all(server.served.pairs > 0 for server in cluster.servers)
-    assert not cluster.client.busy and cluster.client.stats().resent_pairs == 0
+    assert all(server.counters.pairs > 0 for server in cluster.servers)
+    assert not cluster.client.is_busy and cluster.client.stats().resent_pairs == 0
 
 
 def test_a_connection_that_stands_is_used_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +198,12 @@ def test_a_connection_that_stands_is_used_at_once(cluster: Cluster, monkeypatch:
     cluster.until(lambda: cluster.servers[1].clients, 1)
     cluster.client.arrivals()
     with monkeypatch.context() as slow:
-        slow.setattr(cluster.connector, "made", list)
+        slow.setattr(cluster.connector, "take_connections", list)
         cluster.publish(0, 1)
     cluster.connector.wakeup.ring()
     handle, wanted = cluster.submit()
     torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
-    assert [server.served.pairs for server in cluster.servers] == [wanted.shape[0] * LAYOUT.top_k, 0]
+    assert [server.counters.pairs for server in cluster.servers] == [wanted.shape[0] * LAYOUT.top_k, 0]
 
 
 def test_answers_hold_while_there_is_room(cluster: Cluster) -> None:
@@ -234,7 +234,7 @@ def test_an_answer_takes_its_room_until_it_is_released(
     monkeypatch.setattr(caller, "release", released.append)
     handle, _ = cluster.submit()
     cluster.rows(handle, 0)
-    assert not released and not cluster.client.busy
+    assert not released and not cluster.client.is_busy
     cluster.client.release(handle)
     assert len(released) == 1
 
@@ -262,10 +262,10 @@ def test_a_question_without_rows_is_asked_of_everyone_and_waited_for(tmp_path: P
         cluster.client.arrivals()
         ids = torch.zeros((0, 2), dtype=torch.int64)
         handle = cluster.client.submit(ExpertRequest(0, torch.zeros(0, HIDDEN), ids))
-        assert cluster.client.busy and cluster.client.poll(handle) is None
+        assert cluster.client.is_busy and cluster.client.poll(handle) is None
         assert cluster.rows(handle, 0).shape == (0, 2, HIDDEN)
         cluster.client.release(handle)
-        assert not cluster.client.busy and cluster.servers[0].served.calls == 1
+        assert not cluster.client.is_busy and cluster.servers[0].counters.calls == 1
     finally:
         cluster.close()
 
@@ -296,10 +296,10 @@ def test_an_empty_call_leaves_the_answer_of_another_alone(tmp_path: Path) -> Non
         cluster.until(lambda: all(server.clients for server in cluster.servers), 0, 1)
         cluster.client.arrivals()
         for order in 5 * ((0, 1), (1, 0)):
-            calls = cluster.servers[0].served.calls
+            calls = cluster.servers[0].counters.calls
             handle, wanted = cluster.submit(rows=20)
             for server in order:
-                served = cluster.servers[server].served
+                served = cluster.servers[server].counters
                 cluster.until(lambda s=served, c=calls: s.calls > c, server)
                 cluster.client.poll(handle)
             torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0)
@@ -332,7 +332,7 @@ def test_partial_sums_stand_at_their_first_pair(cluster: Cluster) -> None:
         handle, wanted = cluster.submit_summed(rows)
         torch.testing.assert_close(cluster.rows(handle, 0, 1).sum(1), wanted, rtol=0, atol=0)
         cluster.client.release(handle)
-    assert all(server.served.pairs > 0 for server in cluster.servers) and not cluster.client.busy
+    assert all(server.counters.pairs > 0 for server in cluster.servers) and not cluster.client.is_busy
 
 
 def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
@@ -342,7 +342,7 @@ def test_partial_sums_survive_a_death(cluster: Cluster) -> None:
     handle, wanted = cluster.submit_summed(6)
     cluster.servers[0].close()
     torch.testing.assert_close(cluster.rows(handle, 1).sum(1), wanted, rtol=0, atol=0)
-    assert cluster.client.stats().resent_pairs > 0 and not cluster.client.busy
+    assert cluster.client.stats().resent_pairs > 0 and not cluster.client.is_busy
 
 
 def test_a_sum_may_come_alone_and_twice() -> None:
@@ -355,17 +355,17 @@ def test_a_sum_may_come_alone_and_twice() -> None:
     call = SimpleNamespace(answer=np.array([5, 6, 7], np.float32).tobytes())
     sent = PartialSumCall(submission, np.array([0, 1, 3, 4]), call, 1)  # type: ignore[arg-type]
     pairs, fresh = sent.receive(np.array([2]), memory)
-    assert (pairs.tolist(), fresh, sent.left, sent.missing.tolist()) == ([4], 1, 3, [0, 1, 3])
+    assert (pairs.tolist(), fresh, sent.num_missing, sent.missing_pairs.tolist()) == ([4], 1, 3, [0, 1, 3])
     pairs, fresh = sent.receive(np.array([0, 2]), memory)
-    assert (pairs.tolist(), fresh, sent.left) == ([0, 1, 4], 2, 1)
+    assert (pairs.tolist(), fresh, sent.num_missing) == ([0, 1, 4], 2, 1)
     pairs, fresh = sent.receive(np.array([1]), memory)
-    assert (pairs.tolist(), fresh, sent.left) == ([3], 1, 0)
+    assert (pairs.tolist(), fresh, sent.num_missing) == ([3], 1, 0)
     assert out[:, 0].tolist() == [5, 0, 9, 6, 7, 9]
 
 
 def test_pairs_wait_for_the_first_server(cluster: Cluster) -> None:
     handle, wanted = cluster.submit()
-    assert cluster.client.busy and cluster.client.poll(handle) is None
+    assert cluster.client.is_busy and cluster.client.poll(handle) is None
     cluster.publish(1)
     torch.testing.assert_close(cluster.rows(handle, 1), wanted, rtol=0, atol=0)
 
@@ -410,8 +410,8 @@ def test_a_server_that_answers_nan_is_given_up_by_name(
     handle, wanted = cluster.submit_summed() if summed else cluster.submit()
     found = cluster.rows(handle, 0, 1)
     torch.testing.assert_close(found.sum(1) if summed else found, wanted, rtol=0, atol=0)
-    [fault] = cluster.client.faulty()
-    assert (fault.server, fault.incarnation, cluster.client.faulty()) == (0, 1, [])
+    [fault] = cluster.client.take_faulty_servers()
+    assert (fault.server, fault.incarnation, cluster.client.take_faulty_servers()) == (0, 1, [])
     assert fault.reason.startswith("answered NaN or infinities for expert ")
     assert [record.getMessage() for record in caplog.records] == [
         f"dropped expert server 0: it {fault.reason}"
@@ -443,7 +443,7 @@ def test_nan_of_the_model_is_nobodys_fault(cluster: Cluster) -> None:
     handle, wanted = cluster.submit()
     wanted[0, 1] = wanted[1, 0] = torch.nan
     torch.testing.assert_close(cluster.rows(handle, 0, 1), wanted, rtol=0, atol=0, equal_nan=True)
-    assert not cluster.client.faulty() and cluster.client.stats().failovers == 0
+    assert not cluster.client.take_faulty_servers() and cluster.client.stats().failovers == 0
 
 
 def test_nan_that_a_server_was_sent_is_not_its_fault(cluster: Cluster) -> None:
@@ -453,7 +453,7 @@ def test_nan_that_a_server_was_sent_is_not_its_fault(cluster: Cluster) -> None:
     handle = cluster.client.submit(ExpertRequest(0, hidden, ids))
     wanted = hidden[:, None] * (ids[:, :, None] + 1)
     torch.testing.assert_close(cluster.rows(handle, 0), wanted, rtol=0, atol=0, equal_nan=True)
-    assert not cluster.client.faulty()
+    assert not cluster.client.take_faulty_servers()
 
 
 def test_a_request_takes_down_one_server_at_most(cluster: Cluster) -> None:
@@ -462,7 +462,7 @@ def test_a_request_takes_down_one_server_at_most(cluster: Cluster) -> None:
     cluster.publish(0, 1)
     handle, _ = cluster.submit()
     assert cluster.rows(handle, 0, 1).isnan().any()
-    assert len(cluster.client.faulty()) == 1
+    assert len(cluster.client.take_faulty_servers()) == 1
 
 
 def test_a_server_that_leaves_answers_what_it_was_asked(cluster: Cluster) -> None:
@@ -485,7 +485,7 @@ def test_a_server_that_leaves_is_asked_for_nothing_more(tmp_path: Path) -> None:
     cluster.client.arrivals()
     second, _ = cluster.submit(1)
     torch.testing.assert_close(cluster.rows(first, 0), wanted, rtol=0, atol=0)
-    assert cluster.servers[0].served.calls == 1
+    assert cluster.servers[0].counters.calls == 1
     cluster.rows(second, 1)
     cluster.until(lambda: cluster.servers[0].clients == 0, 0)
     cluster.close()
@@ -539,14 +539,14 @@ def test_released_before_the_rows_came(cluster: Cluster) -> None:
     cluster.client.arrivals()
     for submit in (cluster.submit, cluster.submit_summed):
         handle = submit(rows=6)[0]
-        calls = cluster.servers[0].served.calls
-        cluster.until(lambda calls=calls: cluster.servers[0].served.calls > calls, 0)
+        calls = cluster.servers[0].counters.calls
+        cluster.until(lambda calls=calls: cluster.servers[0].counters.calls > calls, 0)
         assert cluster.client.poll(handle) is None
         cluster.client.release(handle)
         other, wanted = cluster.submit(1, rows=6)
         torch.testing.assert_close(cluster.rows(other, 0, 1), wanted, rtol=0, atol=0)
         cluster.client.release(other)
-        assert not cluster.client.busy
+        assert not cluster.client.is_busy
 
 
 def test_a_call_without_pairs_is_no_work(tmp_path: Path) -> None:
@@ -558,7 +558,7 @@ def test_a_call_without_pairs_is_no_work(tmp_path: Path) -> None:
         hidden, ids = torch.ones(1, HIDDEN), torch.zeros((1, 2), dtype=torch.int64)
         handle = cluster.client.submit(ExpertRequest(0, hidden, ids))
         assert cluster.rows(handle, 0, 1).tolist() == [[[1.0] * HIDDEN] * 2]
-        assert [server.served.calls for server in cluster.servers] == [1, 1]
+        assert [server.counters.calls for server in cluster.servers] == [1, 1]
         outstanding = [state.outstanding for state in cluster.replicas._servers.values()]
         assert outstanding == [0, 0]
     finally:

@@ -71,7 +71,7 @@ class Client:
         """At the gate of the first step."""
         call = self.caller.open(wire.ARRIVAL_BYTES, 1, 4 * hidden)
         assert call is not None
-        wire.arrive(call.request, hidden, work, 1)
+        wire.write_arrival(call.request, hidden, work, 1)
         self.caller.post(call)
         self.found[call.number] = []
         return call
@@ -148,7 +148,7 @@ def serve(path: Path, layout: ExpertLayout, tmp_path: Path) -> Iterator[Serve]:
         if native:
             plain = pytest.importorskip("moesaic.experts.native_backend")
             arithmetic = plain.NativeBackend(path, layout, "auto", 1)
-        arithmetic.take({0: range(EXPERTS), 2: range(EXPERTS)} if held is None else held)
+        arithmetic.load({0: range(EXPERTS), 2: range(EXPERTS)} if held is None else held)
         listener = Listener(f"unix:{tmp_path}/server", SECRET)
         service = ExpertServerScheduler(layout.layers, MostTokensFirst(), rule or Enough(), groups)
         places.append(Place(layout, arithmetic, listener, service))
@@ -216,7 +216,7 @@ def test_several_clients_in_one_run(serve: Serve, path: Path, layout: ExpertLayo
     assert place.server.waiting_pairs == 2 and not one.has(first)
     second = other.ask(0, hidden, [2, 2, 1], [0, 1, 1])
     place.until(lambda: one.has(first) and other.has(second))
-    served = place.server.served
+    served = place.server.counters
     assert (served.runs, served.pairs, served.expert_runs) == (1, 5, 2)
     wanted = _direct(path, "reference")(0, hidden, [2, 2, 1], [0, 1, 1])
     np.testing.assert_allclose(answer(second), wanted, rtol=1e-4, atol=1e-6)
@@ -228,7 +228,7 @@ def test_a_run_waits_for_the_clients_that_are_in_a_step(serve: Serve, layout: Ex
     one, other = place.join(), place.join()
     hidden = noise(1, layout.hidden)
     outside = other.arrive(layout.hidden, work=False)
-    place.until(lambda: place.server.served.calls == 1)
+    place.until(lambda: place.server.counters.calls == 1)
     call = one.ask(0, hidden, [1], [0])
     place.until(lambda: one.has(call))
     assert not other.has(outside)
@@ -252,7 +252,7 @@ def test_pairs_of_a_call_may_come_one_by_one(
     hidden = noise(2, layout.hidden)
     call = client.ask(2, hidden, [3, 0, 3, 1], [0, 0, 1, 1])
     place.until(lambda: client.has(call))
-    assert place.server.served.runs == (1 if groups == 1 else 3)
+    assert place.server.counters.runs == (1 if groups == 1 else 3)
     wanted = _direct(path, "reference")(2, hidden, [3, 0, 3, 1], [0, 0, 1, 1])
     np.testing.assert_allclose(answer(call), wanted, rtol=1e-4, atol=1e-6)
     if groups > 1:
@@ -287,7 +287,7 @@ def test_stats(serve: Serve, layout: ExpertLayout) -> None:
     for layer, experts in ((0, [1, 1]), (2, [3, 1]), (0, [1, 2])):
         call = client.ask(layer, hidden, experts, [0, 1])
         place.until(lambda call=call: client.has(call))  # type: ignore[misc]
-    served = place.server.served
+    served = place.server.counters
     assert (served.calls, served.pairs, served.runs, served.expert_runs) == (3, 6, 3, 5)
     assert served.load.tolist() == [[0, 3, 1, 0], [0, 1, 0, 1]]
     assert served.busy_seconds > 0.0 and place.server.clients == 1 and place.server.waiting_pairs == 0
@@ -307,7 +307,7 @@ def test_a_client_that_dies_with_calls_waiting(serve: Serve, layout: ExpertLayou
     assert place.server.waiting_pairs == 0
     call = other.ask(0, hidden, [3], [1])
     place.until(lambda: other.has(call))
-    assert place.server.served.pairs == 1, "nobody computes for the dead"
+    assert place.server.counters.pairs == 1, "nobody computes for the dead"
 
 
 def test_a_client_that_dies_between_two_parts_of_its_answer(serve: Serve, layout: ExpertLayout) -> None:
@@ -315,7 +315,7 @@ def test_a_client_that_dies_between_two_parts_of_its_answer(serve: Serve, layout
     client, other = place.join(), place.join()
     hidden = noise(2, layout.hidden)
     call = client.ask(0, hidden, [1, 2, 2], [0, 1, 0])
-    place.until(lambda: place.server.served.runs == 1)
+    place.until(lambda: place.server.counters.runs == 1)
     client.caller.close()
     place.until(lambda: place.server.clients == 1)
     assert place.server.waiting_pairs == 0 and call.rows == 3
@@ -337,7 +337,7 @@ def test_an_expert_that_is_not_held_drops_its_client_alone(
     assert wrong.lost() and place.server.clients == 1
     wanted = _direct(path, "reference")(0, hidden, [0, 1], [0, 1])
     np.testing.assert_allclose(answer(call), wanted, rtol=1e-4, atol=1e-6)
-    assert place.server.served.pairs == 2 and place.server.waiting_pairs == 0
+    assert place.server.counters.pairs == 2 and place.server.waiting_pairs == 0
 
 
 def junk(client: Client, request_bytes: bytes, rows: int, row_bytes: int) -> None:

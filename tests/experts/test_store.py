@@ -18,7 +18,7 @@ from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
-from moesaic.experts.store import INDEX, SINGLE, Store, _converted
+from moesaic.experts.store import INDEX, SINGLE, Store, _convert_numbers
 from moesaic.kernels import table
 from moesaic.models import registry
 
@@ -56,11 +56,11 @@ def test_bits_of_the_models_loader(checkpoint: Path, dtype: str, mapped: bool) -
     assert layout.layers == (0, 2)
     store = Store(checkpoint, layout, mapped)
     wanted = {0: [1, 3], 2: [0]}
-    store.take(wanted)
-    assert store.held == wanted
+    store.load(wanted)
+    assert store.resident_experts == wanted
     for layer, weights in registry.load_experts(checkpoint, kernels, wanted, "cpu", dtype).items():
         addresses = store.table(layer)
-        for line, part in enumerate((weights.gate, weights.up, weights.down)):
+        for line, part in enumerate((weights.gate_proj, weights.up_proj, weights.down_proj)):
             for expert, tensor in enumerate(part):
                 if tensor is None:
                     assert addresses[line, expert] == 0
@@ -71,13 +71,13 @@ def test_bits_of_the_models_loader(checkpoint: Path, dtype: str, mapped: bool) -
 def test_experts_that_come_and_go_take_the_same_memory(checkpoint: Path) -> None:
     """Not mapped: whoever comes next lies where one lay that is gone, and the files are not mapped at all."""
     layout = registry.expert_layout(checkpoint, table.pick("cpu", "auto"), "cpu", "auto")
-    store = Store(checkpoint, layout, mapped=False)
-    store.take({0: [0, 1]})
+    store = Store(checkpoint, layout, use_mmap=False)
+    store.load({0: [0, 1]})
     first = {int(store.table(0)[0, expert]) for expert in (0, 1)}
     for wanted in ([1, 2], [2, 3], [0, 3], [0, 1]):
-        store.keep({0: wanted})
-        store.take({0: wanted})
-        assert store.held == {0: wanted}
+        store.keep_only({0: wanted})
+        store.load({0: wanted})
+        assert store.resident_experts == {0: wanted}
         assert {int(store.table(0)[0, expert]) for expert in wanted} == first
     assert str(checkpoint) not in Path("/proc/self/maps").read_text()
 
@@ -90,7 +90,7 @@ def test_conversions_are_those_of_torch(kind: tuple[str, torch.dtype], data: byt
     part = np.frombuffer(data, dtype=np.uint8)
     tensor = torch.frombuffer(bytearray(data), dtype=dtype)
     for stored, wide in (("F32", torch.float32), ("BF16", torch.bfloat16)):
-        found = torch.frombuffer(bytearray(_converted(part, name, stored).tobytes()), dtype=wide)
+        found = torch.frombuffer(bytearray(_convert_numbers(part, name, stored).tobytes()), dtype=wide)
         wanted = tensor.to(wide)
         assert torch.equal(found.isnan(), wanted.isnan())
         assert bits(found[~wanted.isnan()]) == bits(wanted[~wanted.isnan()])
@@ -129,7 +129,7 @@ def by_hand(values: dict[str, torch.Tensor]) -> tuple[dict[str, Any], bytes]:
 def held(path: Path, layout: ExpertLayout = LAYOUT) -> bool:
     """Whether a store of both experts has the numbers of `tensors`."""
     store = Store(path, layout)
-    store.take({1: [0, 1]})
+    store.load({1: [0, 1]})
     values = tensors(torch.float32 if layout.dtype == "float32" else torch.bfloat16)
     return all(
         at(address, values[name].nbytes) == bits(values[name])
@@ -159,7 +159,7 @@ def test_numbers_may_lie_at_any_address(tmp_path: Path, padding: int) -> None:
     write(tmp_path, *by_hand(tensors()), padding)
     assert held(tmp_path)
     store = Store(tmp_path, LAYOUT)
-    store.take({1: [0, 1]})
+    store.load({1: [0, 1]})
     assert not (store.table(1) % np.uint64(4)).any(), "kernels read whole numbers"
 
 
@@ -167,7 +167,7 @@ def test_weights_in_their_own_type_stay_in_the_file(tmp_path: Path) -> None:
     """The addresses lie in the mapping of the file: servers of one host share its pages."""
     save_file(tensors(), tmp_path / SINGLE)
     store = Store(tmp_path, LAYOUT)
-    store.take({1: [0]})
+    store.load({1: [0]})
     maps = Path("/proc/self/maps").read_text().splitlines()
     [line] = [line for line in maps if str(tmp_path) in line]
     begin, end = (int(word, 16) for word in line.split()[0].split("-"))
@@ -177,16 +177,18 @@ def test_weights_in_their_own_type_stay_in_the_file(tmp_path: Path) -> None:
 def test_take_and_keep(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / SINGLE)
     store = Store(tmp_path, LAYOUT)
-    assert store.held == {} and not store.table(1).any()
-    store.take({1: [0]})
+    assert store.resident_experts == {} and not store.table(1).any()
+    store.load({1: [0]})
     before = store.table(1).copy()
-    store.take({1: [1, 0]})
-    assert store.held == {1: [0, 1]}
+    store.load({1: [1, 0]})
+    assert store.resident_experts == {1: [0, 1]}
     assert (store.table(1)[:, 0] == before[:, 0]).all(), "what is held is not read again"
-    store.keep({1: [1, 7]})
-    assert store.held == {1: [1]} and not store.table(1)[:, 0].any() and store.table(1)[:, 1].all()
-    store.keep({})
-    assert store.held == {}
+    store.keep_only({1: [1, 7]})
+    assert (
+        store.resident_experts == {1: [1]} and not store.table(1)[:, 0].any() and store.table(1)[:, 1].all()
+    )
+    store.keep_only({})
+    assert store.resident_experts == {}
 
 
 # ---- what is refused
@@ -201,8 +203,8 @@ def test_experts_that_do_not_exist(tmp_path: Path) -> None:
         ({1: [-1]}, "experts: got -1; allowed: 0 to 1"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            store.take(wanted)
-    assert store.held == {}
+            store.load(wanted)
+    assert store.resident_experts == {}
 
 
 def refused(path: Path, message: str) -> None:

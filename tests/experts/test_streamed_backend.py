@@ -60,31 +60,31 @@ def test_rows_have_the_same_bits(model: tuple[Path, ExpertLayout]) -> None:
     whole = NativeBackend(path, layout, "auto", 1)
     every = {layer: range(layout.num_experts) for layer in layout.layers}
     for backend in (place, few, whole):
-        backend.take(every)
-    assert few.held == whole.held and few._pool.places < layout.num_experts
+        backend.load(every)
+    assert few.resident_experts == whole.resident_experts and few._pool.places < layout.num_experts
     rng = np.random.default_rng(1)
     for layer in layout.layers * 2:
         calls = [part(rng, layout, layout.num_experts) for _ in range(2)]
         answers = []
         for backend in (place, few, whole):
-            mine = [CallPairs(**{**vars(one), "out": np.zeros_like(one.out)}) for one in calls]
+            mine = [CallPairs(**{**vars(one), "results": np.zeros_like(one.results)}) for one in calls]
             backend.run(layer, mine)
-            answers.append(np.concatenate([one.out for one in mine]))
+            answers.append(np.concatenate([one.results for one in mine]))
         assert np.array_equal(answers[0], answers[2]) and np.array_equal(answers[1], answers[2])
     assert few.residency().loaded_bytes > place.residency().loaded_bytes > 0
-    few.keep({layout.layers[0]: [2]})
-    assert few.held == {layout.layers[0]: [2]}
+    few.keep_only({layout.layers[0]: [2]})
+    assert few.resident_experts == {layout.layers[0]: [2]}
 
 
 def test_what_is_not_held_is_not_computed(model: tuple[Path, ExpertLayout]) -> None:
     path, layout = model
     backend, layer = StreamedBackend(path, layout, "auto", 1, 1 << 28), layout.layers[0]
-    backend.take({layer: [0, 1]})
+    backend.load({layer: [0, 1]})
     call = part(np.random.default_rng(0), layout, 3)
     with pytest.raises(KeyError, match="expert 2"):
         backend.run(layer, [call])
-    assert not call.out.any() and backend.residency().loaded_bytes == 0
+    assert not call.results.any() and backend.residency().loaded_bytes == 0
     with pytest.raises(CheckpointError, match="layer 99"):
-        backend.take({99: [0]})
+        backend.load({99: [0]})
     with pytest.raises(CheckpointError, match="experts: got 99"):
-        backend.take({layer: [99]})
+        backend.load({layer: [99]})

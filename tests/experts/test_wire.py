@@ -164,7 +164,7 @@ def test_any_damaged_byte(at: int, byte: int) -> None:
 @pytest.mark.parametrize("work", [True, False])
 def test_a_knock_says_whether_there_is_work(work: bool) -> None:
     memory = bytearray(wire.ARRIVAL_BYTES)
-    wire.arrive(memoryview(memory), HIDDEN, work, 1 << 40, worker=3)
+    wire.write_arrival(memoryview(memory), HIDDEN, work, 1 << 40, worker=3)
     request = parse(bytes(memory))
     assert request.work is work and request.answer_rows == 1 and not len(request.experts)
     assert (request.step, request.worker) == (1 << 40, 3)
@@ -173,17 +173,17 @@ def test_a_knock_says_whether_there_is_work(work: bool) -> None:
 
 def test_a_step_that_cannot_be_is_refused() -> None:
     memory = bytearray(wire.ARRIVAL_BYTES)
-    wire.arrive(memoryview(memory), HIDDEN, True, wire.MOST_STEPS + 1)
+    wire.write_arrival(memoryview(memory), HIDDEN, True, wire.MOST_STEPS + 1)
     with pytest.raises(DamagedMessage, match="step 4611686018427387905"):
         parse(bytes(memory))
     with pytest.raises(DamagedMessage, match="is the last one"):
-        wire.read_begun(memoryview(b"\xff" * 4 * HIDDEN))
+        wire.read_step_begun(memoryview(b"\xff" * 4 * HIDDEN))
 
 
 def test_the_answer_to_a_knock_says_which_step_began() -> None:
     answer = memoryview(bytearray(4 * HIDDEN))
-    wire.write_begun(answer, 12)
-    assert wire.read_begun(answer) == 12
+    wire.write_step_begun(answer, 12)
+    assert wire.read_step_begun(answer) == 12
 
 
 def on_device(places: list[int], rows: int, partial: bool = False) -> wire.Request:

@@ -37,11 +37,13 @@ def service() -> Service:
 def workers(service: Any) -> Workers:
     """Connections 0 and 1 of two workers, which have called, and 2 and 3 of two relays."""
     made = Workers(service)
-    assert [made.connected() for _ in range(4)] == [0, 1, 2, 3]
-    made.is_relay(2)
-    made.is_relay(3)
+    assert [made.add_connection() for _ in range(4)] == [0, 1, 2, 3]
+    made.mark_relay(2)
+    made.mark_relay(3)
     assert made.caller(0, ANNA) == 0 and made.caller(1, BERT) == 1
-    assert service.waited == {0, 1} and made.relays == 2 and made.of_relay(3) and not made.of_relay(0)
+    assert (
+        service.waited == {0, 1} and made.relays == 2 and made.is_from_relay(3) and not made.is_from_relay(0)
+    )
     return made
 
 
@@ -57,10 +59,10 @@ def test_a_worker_is_waited_for_by_its_last_way(service: Service) -> None:
 def test_the_barrier(service: Service) -> None:
     made = workers(service)
     made.caller(2, ANNA)
-    made.paused(0, ANNA)
+    made.pause(0, ANNA)
     assert service.waited == {1}
-    made.paused(1, BERT)
-    made.begin()
+    made.pause(1, BERT)
+    made.begin_step()
     assert service.waited == {0, 1}, "relays take no part"
 
 
@@ -73,7 +75,7 @@ def test_the_connection_of_a_worker_whose_call_came_through_a_relay(service: Ser
 def test_calls_of_a_relay_that_goes_are_dropped(service: Service) -> None:
     made = workers(service)
     numbers = {made.caller(2, ANNA), made.caller(2, BERT)}
-    made.left(2)
+    made.remove_connection(2)
     assert service.gone >= numbers and not service.waited & numbers and made.relays == 1
 
 
@@ -81,6 +83,6 @@ def test_calls_through_a_relay_outlive_the_connection_of_their_worker(service: S
     """Its relay waits for their answers. Nobody waits for the worker."""
     made = workers(service)
     number = made.caller(2, ANNA)
-    made.left(0)
+    made.remove_connection(0)
     assert number not in service.gone and service.waited == {1}
     assert made.caller(2, ANNA) == number and service.waited == {1}

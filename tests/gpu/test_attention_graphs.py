@@ -33,7 +33,7 @@ from moesaic.policy.scheduling.step_prices import StepPrices
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.shared_attention import SharedAttention
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.runtime.worker import Worker
 from moesaic.testing import byte_tokenizer
 
@@ -96,7 +96,7 @@ class Seen:
 def seen() -> Iterator[Seen]:
     found = Seen()
     replay, follow = module._RecordedStep.replay, AttentionRecordings._replay
-    attend, finish, drafted = SharedAttention._attend, Executor._finish, Executor._drafted
+    attend, finish, drafted = SharedAttention._attend, Executor._finish, Executor._add_drafts
     record, record_drafts = module.GraphRunner._record, module.GraphRunner._record_prediction
 
     def replayed(step: Any, batch: Any) -> Any:
@@ -136,7 +136,7 @@ def seen() -> Iterator[Seen]:
         mock.patch.object(Executor, "_finish", finished),
         mock.patch.object(module.GraphRunner, "_record", recorded),
         mock.patch.object(module.GraphRunner, "_record_prediction", recorded_drafts),
-        mock.patch.object(Executor, "_drafted", ended),
+        mock.patch.object(Executor, "_add_drafts", ended),
     ):
         yield found
 
@@ -169,7 +169,7 @@ def answers(
     def look(worker: Worker) -> None:
         sent.append(worker.stats().experts.group.all_gather_bytes)
 
-    layout = layout_of(
+    layout = read_expert_layout(
         replace(asked.model, device="cpu"), predicting=asked.scheduler.speculative_config is not None
     )
     with server(path, layout, folder) as directory:

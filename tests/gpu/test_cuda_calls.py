@@ -19,7 +19,7 @@ from tests.support.gpu_server_process import Servers, servers
 from moesaic.cluster.local import spawn_server
 from moesaic.config import HostTransport
 from moesaic.gpu.ipc import device_sharing
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 
 CUDA = torch.device("cuda", 0)
 pytestmark = [
@@ -66,7 +66,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(path: Path, transport: HostTransport, kernels: str, **hooks: Any) -> dict[int, list[int]]:
     """Tokens of a worker that asks two servers, each with all experts."""
     config = test_servers.config(path, "cuda", "64MiB", kernels=kernels)
-    layout = layout_of(config.model)
+    layout = read_expert_layout(config.model)
     every = dict.fromkeys(layout.layers, range(layout.num_experts))
     with servers(path, layout, [every, every], start=spawn_server, transport=transport) as running:
         after = {name: hook(running) for name, hook in hooks.items()}

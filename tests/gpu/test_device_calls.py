@@ -255,7 +255,7 @@ def test_a_server_that_answers_nan_is_found_and_left(
 
     def look(worker: Worker) -> None:
         assert isinstance(worker._servers, RemoteExperts)
-        blamed.extend(entry.server for entry in worker._servers._blamed)
+        blamed.extend(entry.server for entry in worker._servers._blamed_servers)
 
     with servers(path, layout, [every, every], broken=0) as found, on_device():
         settings = config(path, inflight_batches=2)

@@ -18,7 +18,7 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.kernels import batch
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.compressing import compress
-from moesaic.models.kvcache import paged
+from moesaic.models.kvcache import paged_kv
 from moesaic.testing import byte_tokenizer
 
 Written = Callable[[str], Path]
@@ -137,11 +137,11 @@ def _left_behind(change: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 CPU = torch.device("cpu")
-paged_zeros = paged.zeros
+paged_zeros = paged_kv.zeros
 FORGOTTEN: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "blocks and slots": (batch, "_move", _left_behind(batch._move)),
     "the cache": (
-        paged,
+        paged_kv,
         "zeros",
         lambda shape, dtype, device, at_once: paged_zeros(shape, dtype, CPU, at_once),
     ),

@@ -24,7 +24,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.stored import is_packed
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.torch_backend import TorchBackend
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
@@ -68,18 +68,18 @@ def test_answers_are_those_of_the_reference(stored: Written, form: str) -> None:
     path, found = stored(form), []
     with device():
         for where, kernels in (("cpu", "reference"), ("cuda", "triton")):
-            layout = layout_of(config(path, where, kernels=kernels).model)
+            layout = read_expert_layout(config(path, where, kernels=kernels).model)
             backend = TorchBackend(path, layout, where, kernels, threads=1)
-            backend.take({1: range(1, 4)})
-            backend.take({1: range(2, 6), 0: [1]})
-            backend.keep({1: [2, 3, 5], 0: [1]})
-            assert backend.held == {0: [1], 1: [2, 3, 5]}
+            backend.load({1: range(1, 4)})
+            backend.load({1: range(2, 6), 0: [1]})
+            backend.keep_only({1: [2, 3, 5], 0: [1]})
+            assert backend.resident_experts == {0: [1], 1: [2, 3, 5]}
             found.append(
                 [answered(backend, layout, 1, [5, 3, 5, 2, 3]), answered(backend, layout, 0, [1, 1])]
             )
             with pytest.raises(KeyError, match="expert 4 is not held here"):
                 answered(backend, layout, 1, [4])
-        types = {part.dtype for part in backend._weights[1].of(3)}
+        types = {part.dtype for part in backend._weights[1].matrices_of(3)}
     packed = form == "gguf" or is_packed(test_quantized.STORED.get(form, "float32"))
     assert (types == {torch.uint8}) == packed
     tolerance = 4 * ROUNDED if form in (BF16, "compressed") else EXACT
@@ -95,7 +95,7 @@ def answered(backend: TorchBackend, layout: ExpertLayout, layer: int, experts: l
         hidden, rows, np.array(experts, dtype=np.int32), np.zeros_like(hidden), np.arange(len(rows))
     )
     backend.run(layer, [call])
-    return call.out
+    return call.results
 
 
 MOVING = [
@@ -116,7 +116,7 @@ def test_tokens_are_those_of_the_model_in_memory(
     wanted = [one.outputs[0].token_ids for one in on_cpu.generate(PROMPTS, params)]
     with device():
         settings = config(path, where, kernels="triton" if where == "cuda" else "reference")
-        layout = layout_of(settings.model)
+        layout = read_expert_layout(settings.model)
         servers = [
             ExpertServerConfig(str(path), layout, f"unix:{tmp_path}/{name}", kernels="triton", device="cuda")
             for name in "ab"

@@ -36,7 +36,7 @@ from moesaic.gpu.exchange.exchange import DeviceExchange, _Server
 from moesaic.gpu.exchange.exchange_launches import GraphKernels
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.step_prices import StepPrices
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.worker import Worker
 
@@ -71,7 +71,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def layout(path: Path) -> ExpertLayout:
-    return layout_of(config(path, "cpu").model)
+    return read_expert_layout(config(path, "cpu").model)
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +168,8 @@ def test_a_placement_that_changes_between_steps(
         routes.extend(found := of_routes(*given))
         return found
 
-    of_routes = TokenRoutes.of
-    monkeypatch.setattr(TokenRoutes, "of", routes_of)
+    of_routes = TokenRoutes.collect
+    monkeypatch.setattr(TokenRoutes, "collect", routes_of)
 
     def looked_at(worker: Worker) -> None:
         calls.append(worker.stats().experts.calls)
@@ -250,7 +250,7 @@ def test_the_layer_that_drafts_tokens_is_one_graph_too(
     """Steps and drafts take turns. lost: the graph in which a server is killed."""
     monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
     path, drafts = prediction.save("glm4_moe", tmp_path / "glm", strength=0.02), MTP
-    layout = layout_of(config(path, "cpu").model, predicting=True)
+    layout = read_expert_layout(config(path, "cpu").model, predicting=True)
     prompts = [tiny_models.prompt(length, prediction.VOCAB, seed=length) for length in (2, 3)]
     wanted = LLM(str(path), threads=1, device="cpu", kernels="reference").generate(prompts, PARAMS)
     asking, counted = full(path), list[int]()
@@ -279,7 +279,7 @@ def test_a_server_that_answers_nan_is_found_and_left(
 
     def looked_at(worker: Worker) -> None:
         assert replays.exchange is not None
-        blamed.extend(entry.server for entry in replays.exchange._remote._blamed)
+        blamed.extend(entry.server for entry in replays.exchange._remote._blamed_servers)
 
     with servers(path, layout, [every, every], broken=0) as both:
         found = served_worker.generated(full(path), both.directory, PROMPTS, PARAMS, looked_at, faults=True)

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 FAMILIES = ("lfm2", *(pytest.param(one, marks=pairs.REST) for one in ("deepseek-full", "qwen3-next")))
-LONE = replace(StateSizes.of_convolution(40, 3), drafted=2)
+LONE = replace(StateSizes.of_convolution(40, 3), max_draft_tokens=2)
 STEPS = (
     ([(0, 3), (1, 1), (2, 2)], [2, 0, 1]),
     ([(0, 3), (2, 3)], [0, 0, 1]),
@@ -134,7 +134,7 @@ def test_steps_with_drafted_tokens_are_recorded(
     prompts, counts = [first, *PROMPTS[1:]], [7, 4, 2]
     wanted = said(loaded(tmp_path, kernels="reference", device="cpu"), prompts, counts)
     oracle = Erring(list(zip(prompts, wanted, strict=True))[:2], right=1.0)
-    monkeypatch.setattr("moesaic.runtime.drafting.drafter_of", lambda config: oracle)
+    monkeypatch.setattr("moesaic.runtime.drafting.make_drafter", lambda config: oracle)
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     steps = steps_replayed(monkeypatch)
     model = loaded(tmp_path, kernels="triton", device="cuda", speculative_config=drafts)
@@ -175,7 +175,9 @@ class OnDevice(Layer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [StateSizes(1, 2, 8, 40, 3, drafted=2), LONE], ids=["delta", "convolution"])
+@pytest.mark.parametrize(
+    "sizes", [StateSizes(1, 2, 8, 40, 3, max_draft_tokens=2), LONE], ids=["delta", "convolution"]
+)
 def test_states_after_drafted_tokens_are_those_of_the_step_without_padding(sizes: StateSizes) -> None:
     """To the last bit. Some rows do not count, and then others take their places."""
     given = Inputs(sizes, [70, 70, 70])

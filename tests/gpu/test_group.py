@@ -30,7 +30,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.models import registry
 from moesaic.runtime.group import launcher
-from moesaic.runtime.group.offloaded_group import ATTENDED_BESIDE, WHOLE_BLOCKS
+from moesaic.runtime.group.offloaded_group import SLOW_ATTENTION_SCHEDULES, WHOLE_BLOCKS
 from moesaic.testing import byte_tokenizer
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,7 +48,7 @@ FORMS: tuple[MoeCollectives, ...] = ("all-reduce", "reduce-scatter", "deepspeed"
 POLICIES = {
     name: policy
     for name, policy in test_offload.POLICIES.items()
-    if policy.schedule in (*WHOLE_BLOCKS, *ATTENDED_BESIDE)
+    if policy.schedule in (*WHOLE_BLOCKS, *SLOW_ATTENTION_SCHEDULES)
 }
 OFTEN = (
     "the cache stays", "the cache stays, some experts too", "the cache moves, s4",

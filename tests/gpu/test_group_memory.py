@@ -32,7 +32,7 @@ from moesaic.cost.machines import MACHINES
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import registry
 from moesaic.planning import Job, plan
-from moesaic.runtime.model_loading import check_shared
+from moesaic.runtime.model_loading import check_gpu_sharing
 from moesaic.testing import byte_tokenizer
 
 NARROW = {
@@ -170,11 +170,11 @@ def test_a_cache_of_a_group_fits_the_rank_with_the_least_memory(
 def test_a_cache_needs_a_size_where_others_load_into_the_same_gpu() -> None:
     alone = WorkerConfig(ModelConfig("demo", device="cuda"), supervised=True)
     with sanitized():
-        check_shared(alone)
-        check_shared(replace(alone, beside=1, cache=CacheConfig("4GiB")))
+        check_gpu_sharing(alone)
+        check_gpu_sharing(replace(alone, beside=1, cache=CacheConfig("4GiB")))
         with pytest.raises(ConfigError, match="^--kv-cache-memory: got 'auto'; allowed: a size"):
-            check_shared(replace(alone, beside=1))
-    check_shared(replace(alone, beside=1, model=ModelConfig("demo", device="cpu")))
+            check_gpu_sharing(replace(alone, beside=1))
+    check_gpu_sharing(replace(alone, beside=1, model=ModelConfig("demo", device="cpu")))
 
 
 def test_a_cache_of_a_group_needs_a_size_where_ranks_share_a_gpu(path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_server_that_answers_nan_is_found_and_left(
 
     def looked_at(worker: Worker) -> None:
         assert replays.exchange is not None
-        blamed.extend(entry.server for entry in replays.exchange._remote._blamed)
+        blamed.extend(entry.server for entry in replays.exchange._remote._blamed_servers)
 
     with job(path, layout, [every, every], jobs, broken=0) as (both, follow):
         given = asking(path), both.directory, PROMPTS, PARAMS, looked_at

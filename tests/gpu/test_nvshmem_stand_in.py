@@ -34,7 +34,7 @@ from triton.runtime.errors import InterpreterError
 from moesaic.core.errors import ConfigError
 from moesaic.gpu.nvshmem import symmetric_heap
 from moesaic.gpu.triton.launching import launch
-from moesaic.kernels.moving import pinned
+from moesaic.kernels.moving import pin_tensor
 
 SIZE = 1 << 16
 calls = SimpleNamespace(put_signal=None, at_least=None)
@@ -221,7 +221,7 @@ def test_a_frozen_process_holds_up_no_other_one() -> None:
 
 def test_a_put_comes_after_what_the_stream_does_before() -> None:
     with joined(0, _show) as job:
-        job.heap.tensor[:8].copy_(pinned(torch.full((8,), 5, dtype=torch.uint8)), non_blocking=True)
+        job.heap.tensor[:8].copy_(pin_tensor(torch.full((8,), 5, dtype=torch.uint8)), non_blocking=True)
         assert job.below.memory[0] == 0
         job.heap.put(64, 0, 8, 128, 1, 0)
         job.heap.quiet()

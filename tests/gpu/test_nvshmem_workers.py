@@ -70,7 +70,7 @@ def life(config: WorkerConfig, kept: KeptModel | None = None) -> Ready:
     with closing(there), closing(here):
         here.send(PLACE)
         here.send(Shutdown())
-        assert serve(there, config, wakeup, kept=kept) == 0
+        assert serve(there, config, wakeup, kept_model=kept) == 0
         while not isinstance(found := here.receive(20.0), Ready):
             assert found is not None
     return found

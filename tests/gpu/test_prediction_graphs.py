@@ -23,7 +23,7 @@ from moesaic.gpu.graphs import graphs as module
 from moesaic.gpu.graphs.graph_inputs import is_recorded
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.policy.scheduling.step_prices import StepPrices
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.runtime.predicting import LayerPredictor
 from moesaic.runtime.step.running_step import StepGenerator, WholeStep
 from moesaic.runtime.step.step_kind import Kind, bucket
@@ -156,7 +156,7 @@ def test_a_graph_ends_where_servers_have_the_experts(
     model = ModelConfig(str(path), device="cuda", kernels="triton", threads=1)
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, speculative_config=MTP, **schedule)
     config = WorkerConfig(model, CacheConfig("1MiB"), scheduler, remote_experts=True, supervised=True)
-    layout, seen = layout_of(replace(model, device="cpu"), predicting=True), Seen(monkeypatch)
+    layout, seen = read_expert_layout(replace(model, device="cpu"), predicting=True), Seen(monkeypatch)
     with (
         server(path, layout, tmp_path) as directory,
         np.errstate(all="ignore"), sanitized(), graphs(),

@@ -35,7 +35,7 @@ from tests.support.processes import children, gone
 from tests.support.thread_groups import ranks_of_threads
 
 from moesaic.config import ParallelConfig
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 
 pytestmark = pytest.mark.slow
 
@@ -135,7 +135,7 @@ def test_another_group_goes_on(path: Path, expected: Tokens) -> None:
 )
 def test_no_row_goes_to_the_host(path: Path, scheduler: dict[str, Any]) -> None:
     """Neither between the ranks, nor on the way to servers. Tokens are those of a worker without ranks."""
-    layout = layout_of(test_servers.config(path, "cpu").model)
+    layout = read_expert_layout(test_servers.config(path, "cpu").model)
     every = dict.fromkeys(layout.layers, range(layout.num_experts))
     alone = test_device_calls.config(path, **scheduler)
     found = []

@@ -23,7 +23,7 @@ from moesaic.experts.process import _backend
 from moesaic.experts.torch_backend import TorchBackend
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.transport.local import local_pair
 from moesaic.transport.wakeup import Wakeup
 
@@ -57,7 +57,7 @@ def generated(
 def expected(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     """With all on the CPU."""
     on_cpu = config(path, "cpu")
-    with server(path, layout_of(on_cpu.model), tmp_path_factory.mktemp("expected")) as directory:
+    with server(path, read_expert_layout(on_cpu.model), tmp_path_factory.mktemp("expected")) as directory:
         return generated(on_cpu, directory)
 
 
@@ -76,12 +76,12 @@ def test_a_worker_on_a_gpu_asks_servers_on_the_cpu(
     path: Path, expected: dict[int, list[int]], tmp_path: Path, scheduler: dict[str, Any]
 ) -> None:
     on_cpu = config(path, "cpu")
-    with server(path, layout_of(on_cpu.model), tmp_path) as directory, sanitized():
+    with server(path, read_expert_layout(on_cpu.model), tmp_path) as directory, sanitized():
         assert generated(config(path, "cuda", **scheduler), directory) == expected
 
 
 def test_a_server_on_a_gpu_computes_the_same(path: Path) -> None:
-    layout = layout_of(config(path, "cpu").model)
+    layout = read_expert_layout(config(path, "cpu").model)
     rng = np.random.default_rng(0)
     hidden = rng.standard_normal((5, layout.hidden), dtype=np.float32)
     rows = np.arange(5, dtype=np.int32)
@@ -93,23 +93,23 @@ def test_a_server_on_a_gpu_computes_the_same(path: Path) -> None:
         ]
         with sanitized():
             arithmetic = TorchBackend(path, layout, device, "auto" if device == "cuda" else "reference", 1)
-            arithmetic.take({2: range(6)})
+            arithmetic.load({2: range(6)})
             arithmetic.run(2, parts)
-            arithmetic.keep({2: [1]})
-            assert arithmetic.held == {2: [1]}
-        found.append([part.out for part in parts])
+            arithmetic.keep_only({2: [1]})
+            assert arithmetic.resident_experts == {2: [1]}
+        found.append([part.results for part in parts])
     assert all(np.allclose(one, other, atol=1e-6) and one.any() for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference", "triton"])
 def test_a_server_on_a_cpu_takes_what_a_worker_on_a_gpu_computes_from(path: Path, kernels: str) -> None:
     """Native kernels do not know float16, in which a GPU keeps some checkpoints."""
-    layout = replace(layout_of(config(path, "cpu").model), dtype="float16")
+    layout = replace(read_expert_layout(config(path, "cpu").model), dtype="float16")
     assert layout.expert_bytes == 3 * layout.hidden * layout.width * 2
     settings = ExpertServerConfig(str(path), layout, "unix:x", kernels=kernels)  # type: ignore[arg-type]
     arithmetic, _ = _backend(settings)
     assert arithmetic.name == "reference (torch)"
-    arithmetic.take({1: [3]})
+    arithmetic.load({1: [3]})
     hidden, zero = np.ones((1, layout.hidden), np.float32), np.zeros(1, np.int32)
     out = np.zeros_like(hidden)
     arithmetic.run(1, [CallPairs(hidden, zero, zero + 3, out, np.zeros(1, np.int64))])
@@ -122,5 +122,5 @@ def test_processes_that_share_a_gpu_need_to_be_told_what_to_take(path: Path) -> 
         settings = replace(config(path, "cuda", "auto"), beside=1)
         build_worker(WorkerContext(settings, theirs, time.monotonic, wakeup=Wakeup()))
     assert ours.receive(0.0) is None, "before anybody loads anything"
-    with server(path, layout_of(config(path, "cpu").model), path.parent) as directory:
+    with server(path, read_expert_layout(config(path, "cpu").model), path.parent) as directory:
         assert generated(config(path, "cpu", "auto"), directory), "on a CPU memory is taken as it is written"

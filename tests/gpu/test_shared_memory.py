@@ -14,7 +14,7 @@ from tests.support.gpu_shared_memory import FREED, shared_memory
 from moesaic.core.errors import ConfigError, DamagedMessage
 from moesaic.gpu.ipc import device_sharing
 from moesaic.gpu.ipc.device_sharing import BLOCK
-from moesaic.kernels.moving import pinned
+from moesaic.kernels.moving import pin_tensor
 
 
 def _double(end: Connection) -> None:
@@ -55,7 +55,7 @@ def test_a_copy_that_nobody_waited_for_is_not_seen_yet() -> None:
     with sanitized(), shared_memory() as files:
         exported = device_sharing.sharing(DEVICE).export(8)
         raw = exported.tensor.numbers  # type: ignore[attr-defined]
-        zeros = pinned(torch.zeros(8, dtype=torch.uint8))
+        zeros = pin_tensor(torch.zeros(8, dtype=torch.uint8))
         exported.tensor[:8].copy_(zeros, non_blocking=True)
         assert raw[:8].tolist() == [FREED] * 8
         STREAM.synchronize()

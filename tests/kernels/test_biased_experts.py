@@ -52,7 +52,7 @@ def check(native: Kernels, table: ExpertWeights, rows: torch.Tensor, ids: torch.
     for expert in range(NUMBER):
         row, rank = (ids == expert).nonzero(as_tuple=True)
         biases = table.biases_of(expert)
-        close_mlp(native, found[row, rank], rows[row], table.of(expert), biases, table.activation)
+        close_mlp(native, found[row, rank], rows[row], table.matrices_of(expert), biases, table.activation)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 9])
@@ -121,7 +121,7 @@ def test_a_servers_calls_have_the_bits_of_one_batch(native: Kernels, dtype: torc
     )
     assert addresses.shape == (6, NUMBER)
     out = np.full((7, 33), np.nan, np.float32)
-    lines, stored_as = np.array([3, 1, 0, 6, 2, 4]), table.table.stored
+    lines, stored_as = np.array([3, 1, 0, 6, 2, 4]), table.table.dtype_code
     part = (rows.numpy(), np.arange(6), ids[:, 0].numpy(), out, lines)
     plain.experts(addresses, (33, 70), stored_as, [part], table.activation)
     np.testing.assert_array_equal(out[lines], wanted)

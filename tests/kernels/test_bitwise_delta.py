@@ -121,7 +121,7 @@ def test_a_replay_has_the_bits_of_the_step_itself(own: Kernels, threads: int) ->
         rows.copy_(eager.taken(inputs.rows, steps)), gates.copy_(eager.taken(inputs.gates, steps))
         wanted = theirs.compute(rows, gates, AttentionBatch.build(eager.batch(steps), BLOCK))
         if recording is None:
-            batch = AttentionBatch.copied(replayed.batch(steps), BLOCK, 1)
+            batch = AttentionBatch.build_reusable(replayed.batch(steps), BLOCK, 1)
             recording = record(lambda b=batch: ours.compute(rows, gates, b))
             found = recording.result
         else:
@@ -142,7 +142,7 @@ def test_rows_that_turn_out_not_to_count_change_no_bit(
     """Each step computes up to three rows too many, but none across a multiple of CHUNK."""
     inputs, kernels = Inputs(sizes, [LENGTH]), REFERENCE if reference else own
     wanted = Layer(kernels, inputs).run(0, [LENGTH])
-    guessed = Inputs(replace(sizes, drafted=3), [LENGTH])
+    guessed = Inputs(replace(sizes, max_draft_tokens=3), [LENGTH])
     guessed.weight, guessed.decay, guessed.bias = inputs.weight, inputs.decay, inputs.bias
     layer, found, step = Layer(kernels, guessed), [], 0
     while layer.done[0] < LENGTH:

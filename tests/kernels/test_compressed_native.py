@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 from tests.kernels.test_bounds import Guarded
-from tests.kernels.test_compressed import SPECIAL, matrix, numbers
+from tests.kernels.test_compressed_layout import SPECIAL, matrix, numbers
 
 from moesaic.core.stored import COMPRESSED, OF_EXPERTS
-from moesaic.kernels.compressed import Bits, Bytes, compress
+from moesaic.kernels.compressed_layout import Bits, Bytes, compress
 from moesaic.kernels.table import Kernels
 
 try:
@@ -25,7 +25,7 @@ except ImportError:
 @pytest.fixture
 def reading(native: Kernels) -> Kernels:
     """The instruction sets that can read compressed weights."""
-    if not native.packed:
+    if not native.can_use_quantized:
         pytest.skip("tiles are loaded from bf16 rows")
     return native
 

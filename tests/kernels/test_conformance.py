@@ -139,7 +139,7 @@ def test_experts(native: Kernels, hidden: int, width: int, top_k: int, dtype: to
             assert found.shape == (count, top_k, hidden)
             for expert in range(5):
                 row, rank = (ids == expert).nonzero(as_tuple=True)
-                close_mlp(native, found[row, rank], inputs[row], table.of(expert))
+                close_mlp(native, found[row, rank], inputs[row], table.matrices_of(expert))
 
 
 def test_ids_of_experts_may_lie_apart(native: Kernels) -> None:
@@ -163,7 +163,7 @@ def subset(whole: ExpertWeights, held: tuple[int, ...]) -> ExpertWeights:
     def some(part: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         return tuple(one if index in held else None for index, one in enumerate(part))
 
-    return ExpertWeights(some(whole.gate), some(whole.up), some(whole.down))
+    return ExpertWeights(some(whole.gate_proj), some(whole.up_proj), some(whole.down_proj))
 
 
 def test_a_subset_of_experts_serves_its_own_and_names_the_others(native: Kernels) -> None:

@@ -57,7 +57,12 @@ def rule(
     states = held() if states is None else states
     sizes = states.sizes
     heads = sizes.value_heads
-    given = {"mixed": f(N, sizes.channels), "gates": f(N, 2 * heads), "decay": f(heads), "bias": f(heads)}
+    given = {
+        "mixed_rows": f(N, sizes.channels),
+        "gates": f(N, 2 * heads),
+        "decay": f(heads),
+        "bias": f(heads),
+    }
     k.delta(**(given | other), states=states, batch=step() if batch is None else batch)
 
 
@@ -76,9 +81,9 @@ CALLS: dict[str, Call] = {
         k, states=held(page_tails=f(2, 3, 2 * CHANNELS)[:, :, ::2])
     ),
     "convolve: no states in the step": lambda k: mix(k, batch=step(np.zeros((0, 4), np.int64))),
-    "delta: mixed rows of another width": lambda k: rule(k, mixed=f(N, CHANNELS + 1)),
-    "delta: mixed rows of another step": lambda k: rule(k, mixed=f(N - 1, CHANNELS)),
-    "delta: mixed rows in float64": lambda k: rule(k, mixed=f(N, CHANNELS).double()),
+    "delta: mixed rows of another width": lambda k: rule(k, mixed_rows=f(N, CHANNELS + 1)),
+    "delta: mixed rows of another step": lambda k: rule(k, mixed_rows=f(N - 1, CHANNELS)),
+    "delta: mixed rows in float64": lambda k: rule(k, mixed_rows=f(N, CHANNELS).double()),
     "delta: gates of other heads": lambda k: rule(k, gates=f(N, 4)),
     "delta: gates of another step": lambda k: rule(k, gates=f(N + 1, 8)),
     "delta: gates in bf16": lambda k: rule(k, gates=f(N, 8).bfloat16()),

@@ -60,8 +60,8 @@ def test_a_subset_serves_its_own_and_names_the_others() -> None:
     def some(table: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         return (None, table[1], None, table[3])
 
-    part = ExpertWeights(some(whole.gate), some(whole.up), some(whole.down))
-    assert part.held == (1, 3)
+    part = ExpertWeights(some(whole.gate_proj), some(whole.up_proj), some(whole.down_proj))
+    assert part.resident_ids == (1, 3)
     chosen = torch.tensor([[3], [1], [3]])
     assert torch.equal(experts(part, hidden, chosen), experts(whole, hidden, chosen))
     with pytest.raises(KeyError, match="expert 2 is not held here"):
@@ -88,8 +88,12 @@ def test_the_answer_goes_where_it_is_wanted() -> None:
 def test_experts_keep_their_type_when_they_come_and_go() -> None:
     """A server begins with none, and may drop all that it has."""
     rows = [torch.zeros(2, 8, dtype=torch.uint8)] * 3
-    none = ExpertWeights.of_held(4, {})
-    some = ExpertWeights.of_held(4, {1: rows}, packed="int8")
-    held = none.with_more(some)
-    assert (held.held, held.packed) == ((1,), "int8")
-    assert held.only(()).with_more(some).packed == held.with_more(none).packed == "int8"
+    none = ExpertWeights.from_resident(4, {})
+    some = ExpertWeights.from_resident(4, {1: rows}, packed_dtype="int8")
+    held = none.with_replacements(some)
+    assert (held.resident_ids, held.packed_dtype) == ((1,), "int8")
+    assert (
+        held.select(()).with_replacements(some).packed_dtype
+        == held.with_replacements(none).packed_dtype
+        == "int8"
+    )

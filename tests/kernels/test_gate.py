@@ -65,7 +65,7 @@ def test_experts_of_kept_groups_are_chosen_though_their_scores_are_negative(nati
 
 def test_the_sum_that_divides_may_be_zero(native: Kernels) -> None:
     weight = torch.full((4, 1), -200.0)
-    gating = Gating(2, True, scores="sigmoid", added=1e-20)
+    gating = Gating(2, True, scores="sigmoid", sum_epsilon=1e-20)
     assert answers(native, weight, gating) == ([0, 1], [0.0, 0.0])
     weight = torch.full((4, 1), -46.0)  # sigmoids of 1.05e-20: the addend counts
     assert answers(native, weight, gating)[1] == [0.339, 0.339]
@@ -132,14 +132,14 @@ def test_what_does_not_fit_is_refused(native: Kernels, case: str) -> None:
 def test_a_bias_of_the_products_chooses_and_weighs(native: Kernels) -> None:
     """As in gpt-oss: the softmax over the products of the chosen experts, with their biases."""
     weight, bias = torch.tensor([[0.5], [2.0], [1.0], [-1.0]]), torch.tensor([2.5, -1.5, 0.0, 0.5])
-    gating = Gating(2, normalise=True, biased="products")
+    gating = Gating(2, normalise=True, bias_target="products")
     ids, weights = answers(native, weight, gating, bias)
     likely = torch.tensor([3.0, 1.0]).softmax(0).tolist()
     assert (ids, weights) == ([0, 2], [round(x, 4) for x in likely])
     assert answers(native, weight, gating)[0] == [1, 2]
     rows, weight, bias = stored(max(ROWS), 33), stored(12, 33, spread=0.3), stored(12)
     for count in ROWS:
-        ids, found = native.gate(rows[:count], weight, Gating(4, True, biased="products"), bias)
+        ids, found = native.gate(rows[:count], weight, Gating(4, True, bias_target="products"), bias)
         best, wanted_ids = (rows[:count] @ weight.t() + bias).topk(4)
         assert torch.equal(ids, wanted_ids)
         close(found, best.softmax(-1))

@@ -21,7 +21,7 @@ from tests.support.native_kernels import same_bits
 from moesaic.core.stored import QUANTIZED
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
-from moesaic.kernels.quantized import pack
+from moesaic.kernels.quantized_layout import pack
 
 torch.set_num_threads(1)
 OTHER = {"amx_int8": "avx512_int8", "avx2_vnni_int8": "avx2_int8"}

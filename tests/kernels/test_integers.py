@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, uneven
-from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_quantized_layout import codes_of
 from tests.kernels.test_rounding import everything_else
 from tests.support.guarded import Guarded
 from tests.support.integer_products import Integers, expert, gated_mlp, linear, linears, products
@@ -18,7 +18,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, is_integer, of_expert, of_matrices
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
-from moesaic.kernels.quantized import Bytes, dequantize, pack
+from moesaic.kernels.quantized_layout import Bytes, dequantize, pack
 
 HERE = [name for name in table.instruction_sets() if name in table.INTEGER]
 OTHERS = ("amx_int8", "avx2_vnni_int8")
@@ -234,7 +234,7 @@ def test_rounding_costs_less_than_a_hundredth(dtype: str, columns: int) -> None:
 def test_only_its_name_picks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.pick("cpu").name != f"native ({name})"
     if name in HERE:
-        assert table.pick("cpu", name).name == f"native ({name})" and table.pick("cpu", name).integer
+        assert table.pick("cpu", name).name == f"native ({name})" and table.pick("cpu", name).is_integer
     monkeypatch.setattr(table, "instruction_sets", lambda: ("avx512", "avx2", "portable"))
     with pytest.raises(ConfigError, match=f"got '{name}'; allowed: auto, avx512, avx2, portable, ref"):
         table.pick("cpu", name)

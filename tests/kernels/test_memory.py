@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from moesaic.kernels.native.memory import ALIGNMENT, LARGE, MEMORY, reusing
+from moesaic.kernels.native.memory import ALIGNMENT, LARGE, MEMORY, reuse_memory
 
 ROLLING = """
 import sys
@@ -43,7 +43,7 @@ def test_results_that_come_and_go_take_no_more_memory_than_live_at_once() -> Non
 
 
 def test_large_results_take_the_memory_of_those_that_ended() -> None:
-    with reusing():
+    with reuse_memory():
         first, second = MEMORY.empty(2 * LARGE), MEMORY.empty(LARGE)
         where = first.data_ptr(), second.data_ptr()
         part = first[5:]
@@ -54,19 +54,19 @@ def test_large_results_take_the_memory_of_those_that_ended() -> None:
         fifth, fourth = MEMORY.empty(LARGE), MEMORY.empty(LARGE + 64)
         assert fourth.data_ptr() == where[0] and fourth.shape == (LARGE + 64,)
         assert fifth.data_ptr() not in where, "what is twice as large is left for larger ones"
-        assert MEMORY.ended == []
+        assert MEMORY.freed_memory == []
         with ThreadPoolExecutor(1) as pool:
             pool.submit(fifth.fill_, 1.0).result()  # may end in another thread too
-            assert pool.submit(lambda: MEMORY.ended).result() is None, "each thread has its own"
+            assert pool.submit(lambda: MEMORY.freed_memory).result() is None, "each thread has its own"
         del fifth
-        assert [len(memory) for memory in MEMORY.ended] == [4 * LARGE]
-        held = MEMORY.ended
-    assert MEMORY.ended is None and held == []
+        assert [len(memory) for memory in MEMORY.freed_memory] == [4 * LARGE]
+        held = MEMORY.freed_memory
+    assert MEMORY.freed_memory is None and held == []
     assert third.fill_(2.0).sum() == 2 * LARGE, "results outlive the context"
 
 
 def test_of_several_that_ended_the_smallest_is_taken() -> None:
-    with reusing():
+    with reuse_memory():
         sizes = [LARGE, 4 * LARGE, 2 * LARGE]
         results = [MEMORY.empty(size) for size in sizes]
         where = [result.data_ptr() for result in results]

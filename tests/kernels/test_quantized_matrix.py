@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.test_compressed_native import reading
-from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_quantized_layout import codes_of
 from tests.support.guarded import Guarded
 from tests.support.native_kernels import same_bits
 
 from moesaic.core.stored import QUANTIZED
-from moesaic.kernels.matrix import QuantizedMatrix, Weight, joined, plain, rows_of
-from moesaic.kernels.quantized import pack
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, concat_rows, dequantize_weight, select_rows
+from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import REFERENCE, Kernels
 
 __all__ = ["reading"]
@@ -70,7 +70,8 @@ def test_three_projections_may_have_three_types(reading: Kernels, types: tuple[s
         for count in (1, 4, 30, 300):
             rows = torch.randn(count, width)
             wanted = [
-                reading.linear(rows, plain(one), bias) for one, bias in zip(weights, biases, strict=True)
+                reading.linear(rows, dequantize_weight(one), bias)
+                for one, bias in zip(weights, biases, strict=True)
             ]
             for threads in (1, 3):
                 reading.set_threads(threads, False)
@@ -84,7 +85,7 @@ def test_a_gated_mlp_has_the_bits_of_float32(reading: Kernels, inner: str, down:
         mlp = [drawn(inner, width, hidden, 1), drawn(inner, width, hidden, 2), drawn(down, hidden, width, 3)]
         for count in (1, 5, 40):
             rows = 0.1 * torch.randn(count, hidden)
-            wanted = reading.gated_mlp(rows, *map(plain, mlp))
+            wanted = reading.gated_mlp(rows, *map(dequantize_weight, mlp))
             assert same_bits(reading.gated_mlp(rows, *mlp), wanted)
             assert same_bits(reading.gated_mlp(rows[-1:], *mlp)[0], wanted[-1])
             scale = float(wanted.abs().max())
@@ -101,16 +102,17 @@ def test_an_embedding_dequantises_the_rows_that_it_needs(reading: Kernels, dtype
 
 def test_rows_are_chosen_and_joined() -> None:
     one, other, third = drawn("int8", 5, 40, 1), drawn("int8", 3, 40, 2), drawn("int4", 4, 40, 3)
-    chosen = rows_of(one, torch.tensor([4, 0]))
+    chosen = select_rows(one, torch.tensor([4, 0]))
     assert isinstance(chosen, QuantizedMatrix) and torch.equal(chosen.floats(), one.floats()[[4, 0]])
-    both = joined([one, other])
+    both = concat_rows([one, other])
     assert isinstance(both, QuantizedMatrix) and torch.equal(
         both.floats(), torch.cat([one.floats(), other.floats()])
     )
-    mixed = joined([one, third, torch.ones(1, 40, dtype=torch.bfloat16)])
-    assert torch.equal(plain(mixed), torch.cat([one.floats(), third.floats(), torch.ones(1, 40)]))
+    mixed = concat_rows([one, third, torch.ones(1, 40, dtype=torch.bfloat16)])
+    assert torch.equal(dequantize_weight(mixed), torch.cat([one.floats(), third.floats(), torch.ones(1, 40)]))
     assert torch.equal(
-        plain(rows_of(torch.arange(6.0).view(3, 2), torch.tensor([2]))), torch.tensor([[4.0, 5.0]])
+        dequantize_weight(select_rows(torch.arange(6.0).view(3, 2), torch.tensor([2]))),
+        torch.tensor([[4.0, 5.0]]),
     )
 
 
@@ -135,7 +137,7 @@ def test_refusals_of_native_kernels(reading: Kernels) -> None:
 
 
 def test_kernels_that_read_no_quantised_matrices(native: Kernels) -> None:
-    if native.packed:
+    if native.can_use_quantized:
         assert native.linear(torch.randn(2, 40), drawn("int8", 4, 40)).shape == (2, 4)
         return
     with pytest.raises(ValueError, match="stored: got 4; allowed: 0 to 1 with these kernels"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, reading, uneven
-from tests.kernels.test_quantized import codes_of
+from tests.kernels.test_quantized_layout import codes_of
 
 from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, of_expert
-from moesaic.kernels.quantized import Bytes, dequantize, pack
+from moesaic.kernels.quantized_layout import Bytes, dequantize, pack
 from moesaic.kernels.table import Kernels
 
 __all__ = ["reading"]
@@ -75,6 +75,6 @@ def test_types_that_do_not_go_together(reading: Kernels) -> None:
 def test_types_that_kernels_do_not_read(native: Kernels) -> None:
     size = Size(3, 65)
     rows = np.ones((1, 3), dtype=np.float32)
-    wrong = len(OF_EXPERTS) if native.packed else OF_EXPERTS.index("fp8")
+    wrong = len(OF_EXPERTS) if native.can_use_quantized else OF_EXPERTS.index("fp8")
     with pytest.raises(ValueError, match=f"stored: got {wrong}; allowed: 0 to"):
         size.run([NONE], wrong, rows, [0])

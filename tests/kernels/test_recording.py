@@ -104,7 +104,7 @@ def test_a_replay_has_the_bits_of_the_step_itself(native: Kernels, threads: int,
             fill(batch, step)
             found = recording.run()
         else:
-            batch = AttentionBatch.copied(step, 4, 16)
+            batch = AttentionBatch.build_reusable(step, 4, 16)
             positions = torch.from_numpy(batch.batch.positions)
             recording = record(lambda ids=ids, p=positions, b=batch: layer(ids, p, b))
             made[len(contexts)] = ids, batch, recording

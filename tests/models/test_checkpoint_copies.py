@@ -19,7 +19,7 @@ def test_copies_are_aligned_equal_and_apart(dtype: torch.dtype, monkeypatch: pyt
     shapes = [(3, 5), (1, 1), (40, 50), (64,), (0, 4), (7, 9), (1000,), (33, 31)]
     originals = [torch.randn(shape).to(dtype) for shape in shapes]
     copies = Copies()
-    taken = [copies.of(original) for original in originals]
+    taken = [copies.copy(original) for original in originals]
     for original, copy in zip(originals, taken, strict=True):
         assert torch.equal(original, copy) and copy.is_contiguous() and copy.dtype == dtype
         assert copy.data_ptr() % ALIGNMENT == 0
@@ -29,7 +29,7 @@ def test_copies_are_aligned_equal_and_apart(dtype: torch.dtype, monkeypatch: pyt
 
 
 def test_a_copy_outlives_what_made_it() -> None:
-    copy = Copies().of(torch.arange(9.0))
+    copy = Copies().copy(torch.arange(9.0))
     assert copy.tolist() == list(range(9))
 
 
@@ -38,5 +38,5 @@ def test_pages_that_hold_nothing_cost_nothing() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     copies, before = Copies(), resident()
-    kept = copies.of(torch.ones(16))
+    kept = copies.copy(torch.ones(16))
     assert kept.sum() == 16 and resident() - before < BYTES_AT_A_TIME // 4

@@ -26,7 +26,7 @@ from moesaic.models import compressing, gpt_oss, registry
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.shard import Shard
 from moesaic.offload.arena import Arena
-from moesaic.offload.converted import StreamedConverted
+from moesaic.offload.converted_experts import StreamedConvertedExperts
 from moesaic.transport.stream import decode, encode
 
 EXPERTS, HIDDEN, WIDTH = 12, 48, 20
@@ -79,7 +79,7 @@ def of(weights: ExpertWeights, expert: int) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_model_has_rows(saved: Callable[..., Path], dtype: torch.dtype, mapped: bool) -> None:
     path = saved(dtype)
-    model = registry.load(path, table.pick("cpu"), mapped=mapped)
+    model = registry.load(path, table.pick("cpu"), use_mmap=mapped)
     kept = torch.float32 if dtype is torch.float16 else dtype
     for layer, expert in ((0, 0), (2, EXPERTS - 1)):
         weights = model.experts[layer]
@@ -93,10 +93,10 @@ def test_ranks_that_share_an_expert_add_up_and_count_its_last_bias_once(saved: C
     parts = [
         registry.load_experts(saved(), kernels, {1: [3]}, of_expert=Shard(rank, 3))[1] for rank in range(3)
     ]
-    assert [len(part.gate[3]) for part in parts] == [7, 7, 6]  # type: ignore[arg-type]
+    assert [len(part.gate_proj[3]) for part in parts] == [7, 7, 6]  # type: ignore[arg-type]
     found = sum(kernels.experts(part, rows, ids) for part in parts)
     torch.testing.assert_close(found, kernels.experts(whole, rows, ids), rtol=1e-5, atol=1e-5)
-    assert whole.held == parts[2].held == (3,)
+    assert whole.resident_ids == parts[2].resident_ids == (3,)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -109,8 +109,8 @@ def test_a_server_has_the_rows_of_a_model(
     layout = registry.expert_layout(path, kernels, "cpu", dtype)
     assert layout.form == COLUMNS
     store = Store(path, layout, mapped)
-    store.take(wanted)
-    assert store.held == wanted
+    store.load(wanted)
+    assert store.resident_experts == wanted
     for layer, weights in registry.load_experts(path, kernels, wanted, dtype=dtype).items():
         assert store.table(layer).shape == (6, EXPERTS)
         for expert in range(EXPERTS):
@@ -120,8 +120,8 @@ def test_a_server_has_the_rows_of_a_model(
                 if part is not None:
                     found = ctypes.string_at(address, size)
                     assert found == part.view(-1).view(torch.uint8).numpy().tobytes()
-    store.keep({0: [5]})
-    assert store.held == {0: [5]} and not store.table(2).any()
+    store.keep_only({0: [5]})
+    assert store.resident_experts == {0: [5]} and not store.table(2).any()
 
 
 def test_a_layout_counts_biases_and_travels(saved: Callable[..., Path]) -> None:
@@ -142,7 +142,7 @@ def test_a_layout_counts_biases_and_travels(saved: Callable[..., Path]) -> None:
 
 def test_every_number_of_an_expert_is_digested(saved: Callable[..., Path], tmp_path: Path) -> None:
     kernels = table.pick("cpu")
-    before = ExpertDigests(saved(), registry.expert_layout(saved(), kernels)).of(1, 3)
+    before = ExpertDigests(saved(), registry.expert_layout(saved(), kernels)).digest_of(1, 3)
     for word in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
         path = tmp_path / word
         path.mkdir()
@@ -151,8 +151,10 @@ def test_every_number_of_an_expert_is_digested(saved: Callable[..., Path], tmp_p
         tensors[f"{PREFIX}.{word}"][3].view(-1)[-1] += 1.0
         save_file(tensors, path / "model.safetensors")
         digests = ExpertDigests(path, registry.expert_layout(path, kernels))
-        assert digests.of(1, 3) != before
-        assert digests.of(1, 4) == ExpertDigests(saved(), registry.expert_layout(saved(), kernels)).of(1, 4)
+        assert digests.digest_of(1, 3) != before
+        assert digests.digest_of(1, 4) == ExpertDigests(
+            saved(), registry.expert_layout(saved(), kernels)
+        ).digest_of(1, 4)
 
 
 # ---- streamed
@@ -172,15 +174,15 @@ def test_pages_in_any_order_bring_every_expert(
 ) -> None:
     path = saved(dtype)
     layout = registry.expert_layout(path, table.pick("cpu"))
-    streamed = StreamedConverted(
-        path, layout, static, Arena(StreamedConverted.memory_for(path, layout, static).total)
+    streamed = StreamedConvertedExperts(
+        path, layout, static, Arena(StreamedConvertedExperts.memory_for(path, layout, static).total)
     )
     total = streamed.load_static()
     for count in range(6):
         layer = count % 3
         total += sum(streamed.load_page(count, layer, page, pages) for page in reversed(range(pages)))
         weights = streamed.experts(count, layer)
-        assert weights.held == tuple(range(EXPERTS)) and weights.table.width == WIDTH
+        assert weights.resident_ids == tuple(range(EXPERTS)) and weights.table.width == WIDTH
         assert weights.activation == layout.activation
         for expert in range(EXPERTS):
             check(path, layer, expert, of(weights, expert), dtype)
@@ -193,14 +195,14 @@ def test_chosen_experts_leave_those_before_them(saved: Callable[..., Path]) -> N
     layout = registry.expert_layout(path, table.pick("cpu"))
     owned = {layer: [0, 1, 5, 7] for layer in range(3)}
     arguments = (path, layout, {2: [5]})
-    arena = Arena(StreamedConverted.memory_for(*arguments, owned=owned).total)
-    streamed = StreamedConverted(*arguments, arena, owned=owned)
+    arena = Arena(StreamedConvertedExperts.memory_for(*arguments, owned_experts=owned).total)
+    streamed = StreamedConvertedExperts(*arguments, arena, owned_experts=owned)
     streamed.load_static()
     streamed.load_chosen(2, 2, [7])
     streamed.load_chosen(2, 2, [0, 5])
     for expert in (0, 5, 7):
         check(path, 2, expert, of(streamed.experts(2, 2), expert), torch.float32)
-    assert streamed.experts(2, 2).held == (0, 1, 5, 7)
+    assert streamed.experts(2, 2).resident_ids == (0, 1, 5, 7)
     assert streamed.load_chosen(2, 2, [5]) == 0
     with pytest.raises(KeyError):
         streamed.load_chosen(2, 2, [2])

@@ -18,7 +18,7 @@ from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import row_bytes
-from moesaic.kernels import compressed
+from moesaic.kernels import compressed_layout
 from moesaic.models import compressing, fingerprint
 from moesaic.models.checkpoint import INDEX, SINGLE
 from moesaic.models.compressing import Sizes, compress
@@ -66,7 +66,7 @@ def check(path: Path, directory: Path) -> int:
         if EXPERT.fullmatch(name):
             rows, columns = tensor.shape
             assert found.dtype == torch.uint8 and found.shape == (rows, row_bytes("compressed", columns))
-            back = compressed.decompress(found.numpy(), columns)
+            back = compressed_layout.decompress(found.numpy(), columns)
             assert np.array_equal(back, tensor.view(torch.uint16).numpy())
             matrices += 1
         else:
@@ -95,9 +95,9 @@ def test_every_number_comes_back(
     assert sizes.bytes_before == sum(tensor.nbytes for tensor in tensors(path).values())
     assert sizes.bytes_after == sum(tensor.nbytes for tensor in tensors(out).values())
     before, after = (json.loads((one / "config.json").read_text()) for one in (path, out))
-    how = {"quant_method": "moesaic-compressed", "compressed_from": fingerprint.of(path)}
+    how = {"quant_method": "moesaic-compressed", "compressed_from": fingerprint.compute_fingerprint(path)}
     assert after == {**before, "quantization_config": how}
-    assert fingerprint.origin(out) == fingerprint.origin(path) != fingerprint.of(out)
+    assert fingerprint.origin(out) == fingerprint.origin(path) != fingerprint.compute_fingerprint(out)
     with safe_open(out / SINGLE, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
 
@@ -211,8 +211,8 @@ def test_a_form_that_loses_something_is_never_written(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug of ours: no one line."""
-    right, path = compressed.decompress, build()
-    monkeypatch.setattr(compressed, "decompress", lambda stored, columns: right(stored, columns) ^ 1)
+    right, path = compressed_layout.decompress, build()
+    monkeypatch.setattr(compressed_layout, "decompress", lambda stored, columns: right(stored, columns) ^ 1)
     with pytest.raises(AssertionError, match="would come back with other bits"):
         run(path, tmp_path / "out")
     assert [file.name for file in tmp_path.iterdir()] == ["model"]

@@ -20,7 +20,7 @@ from moesaic.models.headers import Headers
 from moesaic.models.layer_norm import Centring
 from moesaic.models.shard import Shard
 from moesaic.offload.arena import Arena
-from moesaic.offload.converted import StreamedConverted
+from moesaic.offload.converted_experts import StreamedConvertedExperts
 
 kernels = table.pick("cpu", "auto")
 WIDTH, EXPERTS = 20, 6
@@ -52,15 +52,17 @@ def stored(path: Path, layer: int, expert: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_model_and_a_server_have_rows(saved: Saved, dtype: torch.dtype, mapped: bool) -> None:
     path = saved(dtype)
-    model, layout = registry.load(path, kernels, mapped=mapped), registry.expert_layout(path, kernels)
+    model, layout = registry.load(path, kernels, use_mmap=mapped), registry.expert_layout(path, kernels)
     store = Store(path, layout, mapped)
-    store.take({2: [0, 5]})
+    store.load({2: [0, 5]})
     for expert in (0, 5):
-        loaded = model.experts[2].of(expert)
-        for mine, held, wanted in zip(loaded, store._held[2, expert], stored(path, 2, expert), strict=True):
+        loaded = model.experts[2].matrices_of(expert)
+        for mine, held, wanted in zip(
+            loaded, store._matrices[2, expert], stored(path, 2, expert), strict=True
+        ):
             assert mine.is_contiguous() and torch.equal(mine, wanted.to(mine.dtype))
             assert held.tobytes() == mine.view(torch.uint8).numpy().tobytes()
-    assert model.experts[2].of(0)[0].dtype == (torch.float32 if dtype is torch.float16 else dtype)
+    assert model.experts[2].matrices_of(0)[0].dtype == (torch.float32 if dtype is torch.float16 else dtype)
 
 
 def test_ranks_that_share_an_expert_add_up(saved: Saved) -> None:
@@ -69,7 +71,7 @@ def test_ranks_that_share_an_expert_add_up(saved: Saved) -> None:
     parts = [
         registry.load_experts(saved(), kernels, {1: [3]}, of_expert=Shard(rank, 3))[1] for rank in range(3)
     ]
-    assert [len(part.of(3)[0]) for part in parts] == [7, 7, 6]
+    assert [len(part.matrices_of(3)[0]) for part in parts] == [7, 7, 6]
     found = sum(kernels.experts(part, rows, ids) for part in parts)
     torch.testing.assert_close(found, kernels.experts(whole, rows, ids), rtol=1e-5, atol=1e-5)
 
@@ -79,8 +81,8 @@ def test_streamed_experts_have_the_bytes_of_the_loader(saved: Saved) -> None:
     layout, static = registry.expert_layout(path, kernels), {0: [3], 1: [0], 2: []}
     found = conversion_of(Headers(path), layout)
     assert found is not None and (found.name, found.read) == ("columns", 3 * 2 * WIDTH * 48)
-    memory = StreamedConverted.memory_for(path, layout, static)
-    streamed = StreamedConverted(path, layout, static, Arena(memory.total))
+    memory = StreamedConvertedExperts.memory_for(path, layout, static)
+    streamed = StreamedConvertedExperts(path, layout, static, Arena(memory.total))
     streamed.load_static()
     loaded = registry.load_experts(path, kernels, dict.fromkeys(layout.layers, range(EXPERTS)))
     for layer in range(3):

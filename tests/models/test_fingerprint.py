@@ -49,7 +49,7 @@ def write(path: Path, *shards: dict[str, np.ndarray], **config: object) -> Path:
 
 
 def test_each_part_of_a_fingerprint_tells_its_own_difference(tmp_path: Path) -> None:
-    first = fingerprint.of(write(tmp_path / "first", tensors()))
+    first = fingerprint.compute_fingerprint(write(tmp_path / "first", tensors()))
     changed, renamed = tensors(), tensors()
     changed["a.1.d.weight"][3, 2] += 1
     renamed["more"] = np.zeros(2, np.float32)
@@ -59,7 +59,7 @@ def test_each_part_of_a_fingerprint_tells_its_own_difference(tmp_path: Path) -> 
         ("bytes of tensors", write(tmp_path / "changed", changed)),
         ("names, types or shapes of tensors, bytes of tensors", write(tmp_path / "renamed", renamed)),
     ):
-        assert fingerprint.difference(first, fingerprint.of(other)) == part
+        assert fingerprint.difference(first, fingerprint.compute_fingerprint(other)) == part
 
 
 def test_files_may_be_cut_otherwise(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_files_may_be_cut_otherwise(tmp_path: Path) -> None:
     half = dict(list(every.items())[:3])
     rest = {name: tensor for name, tensor in every.items() if name not in half}
     one, two = write(tmp_path / "one", every), write(tmp_path / "two", half, rest)
-    assert fingerprint.of(one) == fingerprint.of(two)
-    assert ExpertDigests(one, LAYOUT).of(0, 1) == ExpertDigests(two, LAYOUT).of(0, 1)
+    assert fingerprint.compute_fingerprint(one) == fingerprint.compute_fingerprint(two)
+    assert ExpertDigests(one, LAYOUT).digest_of(0, 1) == ExpertDigests(two, LAYOUT).digest_of(0, 1)
 
 
 def test_samples_miss_what_digests_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,18 +79,20 @@ def test_samples_miss_what_digests_find(tmp_path: Path, monkeypatch: pytest.Monk
         changed = tensors()
         changed["a.0.g.weight"].reshape(-1)[number] += 1
         path = write(tmp_path / str(number), changed)
-        found[number] = fingerprint.of(path), ExpertDigests(path, LAYOUT).of(0, 0)
+        found[number] = fingerprint.compute_fingerprint(path), ExpertDigests(path, LAYOUT).digest_of(0, 0)
     path = write(tmp_path / "first", tensors())
-    first = fingerprint.of(path), ExpertDigests(path, LAYOUT).of(0, 0)
+    first = fingerprint.compute_fingerprint(path), ExpertDigests(path, LAYOUT).digest_of(0, 0)
     assert {number for number, one in found.items() if one[0] != first[0]} == {0, 16, 31}
     assert all(one[1] != first[1] for one in found.values())
 
 
 def test_digests_tell_experts_types_and_shapes_apart(tmp_path: Path) -> None:
     digests = ExpertDigests(write(tmp_path / "one", tensors()), LAYOUT)
-    assert digests.of(0, 0) != digests.of(0, 1)
+    assert digests.digest_of(0, 0) != digests.digest_of(0, 1)
     narrow = {name: tensor.astype(np.float16) for name, tensor in tensors().items()}
-    assert ExpertDigests(write(tmp_path / "narrow", narrow), LAYOUT).of(0, 0) != digests.of(0, 0)
+    assert ExpertDigests(write(tmp_path / "narrow", narrow), LAYOUT).digest_of(0, 0) != digests.digest_of(
+        0, 0
+    )
 
 
 def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,36 +102,36 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     queue.add({0: [1]})
     first = {}
     while queue:
-        first |= queue.some()[0]
-    assert len(first) == 2 and not queue.some()
-    known = fingerprint.of(path)
-    fingerprint._of.cache_clear()
+        first |= queue.compute_next()[0]
+    assert len(first) == 2 and not queue.compute_next()
+    known = fingerprint.compute_fingerprint(path)
+    fingerprint._compute.cache_clear()
 
     def refused(*_: object) -> bytes:
         raise AssertionError("it is read again")
 
     monkeypatch.setattr(fingerprint.os, "pread", refused)
-    assert [ExpertDigests(path, LAYOUT).of(0, expert) for expert in (0, 1)] == [first[0], first[1]]
-    assert fingerprint.of(path) == known
+    assert [ExpertDigests(path, LAYOUT).digest_of(0, expert) for expert in (0, 1)] == [first[0], first[1]]
+    assert fingerprint.compute_fingerprint(path) == known
     os.utime(path / "model.safetensors", ns=(1, 1))
     with pytest.raises(AssertionError, match="read again"):
-        ExpertDigests(path, LAYOUT).of(0, 0)
+        ExpertDigests(path, LAYOUT).digest_of(0, 0)
     with pytest.raises(AssertionError, match="read again"):
-        fingerprint.of(path)
+        fingerprint.compute_fingerprint(path)
 
 
 def test_a_cache_folder_that_cannot_be_used_or_read_costs_time_only(tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "one", tensors())
     cache.parent.mkdir(parents=True)
     cache.write_text("a file")
-    first = fingerprint.of(path)
+    first = fingerprint.compute_fingerprint(path)
     cache.unlink()
-    fingerprint._of.cache_clear()
-    assert fingerprint.of(path) == first
+    fingerprint._compute.cache_clear()
+    assert fingerprint.compute_fingerprint(path) == first
     [kept] = cache.iterdir()
     kept.write_text("[damaged")
-    fingerprint._of.cache_clear()
-    assert fingerprint.of(path) == first
+    fingerprint._compute.cache_clear()
+    assert fingerprint.compute_fingerprint(path) == first
 
 
 def others() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
@@ -138,7 +140,7 @@ def others() -> dict[str, np.ndarray]:  # type: ignore[type-arg]
 
 def digest(path: Path) -> str:
     digests = ExpertDigests(path, LAYOUT)
-    found = digests.of(0, 0)
+    found = digests.digest_of(0, 0)
     digests.save()
     return found
 
@@ -154,15 +156,15 @@ def test_a_file_with_the_same_size_and_time_is_read_again(tmp_path: Path) -> Non
     for blob in blobs.iterdir():
         os.utime(blob, ns=(1, 1))
         (path / blob.name).symlink_to(f"../blobs/{blob.name}")
-    stamp, before = fingerprint.stamp(path), (fingerprint.of(path), digest(path))
+    stamp, before = fingerprint.stamp(path), (fingerprint.compute_fingerprint(path), digest(path))
     file = blobs / "model.safetensors"
     (tmp_path / "backup").hardlink_to(file)
     file.chmod(0o600)
     assert fingerprint.stamp(path) == stamp
     file.write_bytes(write(tmp_path / "other", others()).joinpath(file.name).read_bytes())
     os.utime(file, ns=(1, 1))
-    fingerprint._of.cache_clear()
-    after = fingerprint.of(path), digest(path)
+    fingerprint._compute.cache_clear()
+    after = fingerprint.compute_fingerprint(path), digest(path)
     assert before[0] != after[0] and before[1] != after[1]
     file.touch()
     assert fingerprint.stamp(path) != stamp
@@ -172,12 +174,12 @@ def test_digests_are_those_of_the_files_that_were_there_at_first(tmp_path: Path)
     """Else those of a file that was replaced meanwhile are kept for the new one, or the other way round."""
     path = write(tmp_path / "one", tensors())
     digests = ExpertDigests(path, LAYOUT)
-    first = digests.of(0, 0)
+    first = digests.digest_of(0, 0)
     file = path / "model.safetensors"
     write(tmp_path / "other", others()).joinpath(file.name).replace(file)
-    assert digests.of(0, 0) == first
+    assert digests.digest_of(0, 0) == first
     with pytest.raises(CheckpointError, match=r"model\.safetensors: the files changed since they were first"):
-        digests.of(0, 1)
+        digests.digest_of(0, 1)
     digests.save()
     assert digest(path) != first
 
@@ -187,9 +189,9 @@ def test_digests_of_a_file_that_is_gone_are_kept(tmp_path: Path) -> None:
     queue = DigestQueue(path, LAYOUT)
     queue.add({0: [0]})
     while queue:
-        queue._digests.of(0, 0)
+        queue._digests.digest_of(0, 0)
         (path / "model.safetensors").unlink()
-        assert queue.some()
+        assert queue.compute_next()
 
 
 def test_a_fingerprint_of_files_that_change_meanwhile_is_none(
@@ -204,17 +206,17 @@ def test_a_fingerprint_of_files_that_change_meanwhile_is_none(
 
     monkeypatch.setattr(fingerprint, "_digest", slow)
     with pytest.raises(CheckpointError, match="the files changed"):
-        fingerprint.of(path)
+        fingerprint.compute_fingerprint(path)
 
 
 @pytest.mark.parametrize("kept", ['{"fingerprint": 5}', '{"fingerprint": "a.b"}', "[" * 100_000])
 def test_nonsense_in_the_cache_folder_is_ignored(kept: str, tmp_path: Path, cache: Path) -> None:
     path = write(tmp_path / "one", tensors())
-    first = fingerprint.of(path)
+    first = fingerprint.compute_fingerprint(path)
     [file] = cache.iterdir()
     file.write_text(kept)
-    fingerprint._of.cache_clear()
-    assert fingerprint.of(path) == first
+    fingerprint._compute.cache_clear()
+    assert fingerprint.compute_fingerprint(path) == first
 
 
 def test_a_user_without_a_home_has_no_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +227,7 @@ def test_a_user_without_a_home_has_no_cache_folder(tmp_path: Path, monkeypatch: 
 
     path = write(tmp_path / "one", tensors())
     monkeypatch.setattr(fingerprint, "cache_folder", homeless)
-    assert fingerprint.of(path) and digest(path)
+    assert fingerprint.compute_fingerprint(path) and digest(path)
 
 
 def test_a_full_disk_leaves_no_part_of_a_file(
@@ -236,13 +238,13 @@ def test_a_full_disk_leaves_no_part_of_a_file(
 
     path = write(tmp_path / "one", tensors())
     monkeypatch.setattr(Path, "replace", full)
-    assert fingerprint.of(path) and not list(cache.iterdir())
+    assert fingerprint.compute_fingerprint(path) and not list(cache.iterdir())
 
 
 def test_a_stamp_changes_with_each_file(tmp_path: Path) -> None:
     path = write(tmp_path / "one", dict(list(tensors().items())[:3]), dict(list(tensors().items())[3:]))
     stamps = [fingerprint.stamp(path)]
-    with fingerprint.unchanged(path, stamps[0]):
+    with fingerprint.guard_unchanged(path, stamps[0]):
         pass
     for file in sorted(path.iterdir()):
         file.touch()
@@ -262,4 +264,4 @@ def test_damaged_headers_are_one_line(tmp_path: Path) -> None:
     for damaged in (whole[:-4], whole.replace(b"[0,128]", b"[0,928]"), b"\1"):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"model\.safetensors: [^\n]*$"):
-            fingerprint.of(path)
+            fingerprint.compute_fingerprint(path)

@@ -32,7 +32,7 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
         ("dots1", model_configs.dots(), corrected(4, False, 1.0, 1, 1)),
         ("dots1", model_configs.dots(scoring_func="noaux_tc", **FEW), corrected(4, False, 1.5, 2, 1)),
         ("solar_open", model_configs.solar(), corrected(4, True, 1.0, 1, 1)),
-        ("ernie4_5_moe", model_configs.ernie(), Gating(4, normalise=True, added=1e-12)),
+        ("ernie4_5_moe", model_configs.ernie(), Gating(4, normalise=True, sum_epsilon=1e-12)),
         ("ernie4_5_moe", model_configs.ernie(moe_norm_min=0), Gating(4, normalise=True)),
         ("exaone_moe", model_configs.exaone(), corrected(4, True, 2.5, 1, 1)),
         ("mellum", model_configs.mellum(), Gating(4, normalise=True)),
@@ -40,7 +40,7 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
         (
             "hy_v3",
             model_configs.hy3(),
-            Gating(4, normalise=True, scale=2.826, scores="sigmoid", added=1e-20),
+            Gating(4, normalise=True, scale=2.826, scores="sigmoid", sum_epsilon=1e-20),
         ),
         ("minimax_m2", model_configs.minimax(), Gating(4, normalise=True, scores="sigmoid")),
         ("glm4_moe", model_configs.glm4(), corrected(4, True, 1.0, 1, 1)),

@@ -20,12 +20,12 @@ from tokenizers import pre_tokenizers
 
 from moesaic.experts.store import Store
 from moesaic.kernels import table
-from moesaic.kernels.quantized import dequantize, pack
+from moesaic.kernels.quantized_layout import dequantize, pack
 from moesaic.models import fingerprint, registry
 from moesaic.models.files import generation_defaults, read_config, resolve
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.gguf.architectures import ARCHITECTURES
-from moesaic.models.gguf.blocks import BLOCKS, decoded
+from moesaic.models.gguf.blocks import BLOCKS, decode_rows
 from moesaic.models.gguf.metadata import Metadata
 
 pytestmark = pytest.mark.slow
@@ -153,7 +153,7 @@ def test_every_block_has_the_numbers_of_the_library(kind: str) -> None:
         pair = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
         blocks[:, at : at + (4 if pair else 2)] = halves[:, : 4 if pair else 2]
     wanted = gguf.dequantize(stored, GGMLQuantizationType[kind])
-    found = dequantize(block.dtype, pack(block.dtype, *decoded(kind, stored)), 4 * block.numbers)
+    found = dequantize(block.dtype, pack(block.dtype, *decode_rows(kind, stored)), 4 * block.numbers)
     assert wanted.any() and np.array_equal(found, wanted)
 
 
@@ -201,7 +201,9 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
     file, _ = mixed(sources, tmp_path, mix)
     experts = registry.load(file, kernels).experts
     found = [
-        experts[layer].packed if experts[layer].packed_numbers else experts[layer].of(0)[0].dtype
+        experts[layer].packed_dtype
+        if experts[layer].packed_numbers
+        else experts[layer].matrices_of(0)[0].dtype
         for layer in (0, 1)
     ]
     assert (
@@ -209,7 +211,10 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
         == {
             "as Q4_K_M": ["int4_offset+int8_16", "int4_offset"],
             "MXFP4": ["mxfp4", "mxfp4"],
-            "experts in BF16": [torch.bfloat16 if torch.bfloat16 in kernels.stored else torch.float32] * 2,
+            "experts in BF16": [
+                torch.bfloat16 if torch.bfloat16 in kernels.unconverted_dtypes else torch.float32
+            ]
+            * 2,
         }[mix]
     )
 
@@ -223,11 +228,11 @@ def test_servers_hold_the_bytes_of_the_loader(
     layout = registry.expert_layout(file, kernels)
     store = Store(file, layout, mapped)
     wanted = {0: [1], 1: [0, 3]}
-    store.take(wanted)
+    store.load(wanted)
     for layer, loaded in registry.load_experts(file, kernels, wanted).items():
         for expert in wanted[layer]:
             parts = [part[expert] for part in loaded.parts]
-            for mine, theirs in zip(store._held[layer, expert], parts, strict=True):
+            for mine, theirs in zip(store._matrices[layer, expert], parts, strict=True):
                 assert theirs is not None
                 assert mine.tobytes() == theirs.contiguous().view(torch.uint8).numpy().tobytes()
 
@@ -277,7 +282,7 @@ def test_early_files_have_experts_one_by_one(tmp_path: Path) -> None:
     file, plain = gguf_files.write(source, tmp_path / "made", lambda name: "Q8_0", apart=True)
     tokens = tiny_models.prompt(24, model_configs.VOCAB)
     assert torch.equal(logits(file, tokens), logits(plain, tokens))
-    assert registry.load(file, kernels).experts[0].packed == "int8"
+    assert registry.load(file, kernels).experts[0].packed_dtype == "int8"
 
 
 def test_split_files_and_directories(sources: Callable[[str], Path], tmp_path: Path) -> None:
@@ -295,14 +300,14 @@ def test_fingerprints_and_digests_see_every_byte_of_an_expert(
     sources: Callable[[str], Path], tmp_path: Path
 ) -> None:
     file, _ = mixed(sources, tmp_path, "as Q4_K_M")
-    layout, before = registry.expert_layout(file, kernels), fingerprint.of(file)
-    digest = ExpertDigests(file, layout).of(1, 2)
+    layout, before = registry.expert_layout(file, kernels), fingerprint.compute_fingerprint(file)
+    digest = ExpertDigests(file, layout).digest_of(1, 2)
     data = bytearray(file.read_bytes())
     tensor = next(one for one in gguf.GGUFReader(file).tensors if one.name == "blk.1.ffn_up_exps.weight")
     data[int(tensor.data_offset) + int(tensor.n_bytes) // 2 + 7] ^= 1  # the third of four experts
     file.write_bytes(data)
-    assert fingerprint.difference(before, fingerprint.of(file)) == "bytes of tensors"
-    assert ExpertDigests(file, layout).of(1, 2) != digest
+    assert fingerprint.difference(before, fingerprint.compute_fingerprint(file)) == "bytes of tensors"
+    assert ExpertDigests(file, layout).digest_of(1, 2) != digest
 
 
 def test_what_ends_an_answer_is_in_the_metadata(sources: Callable[[str], Path], tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_no_byte_of_a_header_breaks_the_reader(made: bytes, tmp_path: Path) -> N
             file.write_bytes(data)
             header._read.cache_clear()
             with contextlib.suppress(ConfigError):  # any other error fails
-                Headers(file).every()
+                Headers(file).list_tensors()
                 registry.read_spec(file)
 
 

@@ -156,7 +156,7 @@ def test_a_head_beside_tied_embeddings_counts_where_it_differs(tmp_path: Path, d
     path = tiny_models.edit(tiny_models.save(untied, tmp_path), tie_word_embeddings=True)
     ours = registry.load(path, pick("cpu"))
     assert (ours.head is ours.embedding) is not differs
-    assert registry.is_tied(path) is not differs
+    assert registry.has_tied_embeddings(path) is not differs
     tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     theirs = type(untied).from_pretrained(path, dtype=torch.float32)
     wanted = tiny_models.reference_logits(theirs, tokens)
@@ -224,12 +224,15 @@ def test_experts_and_the_rest_load_apart(tmp_path: Path) -> None:
     worker = registry.load(path, kernels, with_experts=False)
     assert not worker.experts
     server = registry.load_experts(path, kernels, {1: [0, 7], 2: range(12)})
-    assert server[1].held == (0, 7)
+    assert server[1].resident_ids == (0, 7)
     assert server[2].num_experts == 12
-    for found, wanted in zip(server[1].of(7), whole.expert_weights(1).of(7), strict=True):
+    for found, wanted in zip(server[1].matrices_of(7), whole.expert_weights(1).matrices_of(7), strict=True):
         assert torch.equal(found, wanted)
     held = sum(
-        part.numel() for expert in whole.experts.values() for e in expert.held for part in expert.of(e)
+        part.numel()
+        for expert in whole.experts.values()
+        for e in expert.resident_ids
+        for part in expert.matrices_of(e)
     )
     assert worker.num_parameters + held == whole.num_parameters
     assert whole.num_bytes == 4 * whole.num_parameters
@@ -252,11 +255,11 @@ def test_a_step_without_rows_is_no_error(name: str, tmp_path: Path) -> None:
     hidden = model.embed(none)
     for layer, block in enumerate(model.blocks):
         projected = block.pre_attention(hidden, none)
-        attended = torch.zeros(0, block.attention_part.out.weight.shape[1])
+        attended = torch.zeros(0, block.attention_part.out_proj.weight.shape[1])
         assert len(projected.query) == len(projected.key) == 0
         gated = block.gate(hidden, block.output_projection(attended))
         rows = None
         if gated.expert_ids is not None:
-            rows = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
-        hidden = block.merge(gated, block.dense(gated.normed), rows)
+            rows = model.kernels.experts(model.expert_weights(layer), gated.normed_rows, gated.expert_ids)
+        hidden = block.merge(gated, block.dense(gated.normed_rows), rows)
     assert model.logits(hidden).shape == (0, model_configs.VOCAB)

@@ -34,7 +34,7 @@ def test_a_mapped_file_reads_the_same_after_advice(tmp_path: Path) -> None:
 def test_a_whole_shard_is_asked_for_in_huge_pages_where_it_stays_mapped(tmp_path: Path, mapped: bool) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"b": torch.ones(3 * PAGE), "a": torch.zeros(PAGE)}, file)
-    checkpoint = Checkpoint(tmp_path, mapped=mapped)
+    checkpoint = Checkpoint(tmp_path, use_mmap=mapped)
     assert checkpoint.tensor("b", 3 * PAGE, dtype=torch.float32).sum() == 3 * PAGE
     advised = [int(size) for size, flags in _mappings(file) if "hg" in flags]
     assert sum(advised) * 1024 >= (file.stat().st_size if mapped else 0)

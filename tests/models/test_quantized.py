@@ -78,7 +78,11 @@ def test_logits_and_tokens_are_those_of_the_dequantised_model(
     torch.testing.assert_close(logits, tiny_models.reference_logits(reference, tokens), rtol=1e-4, atol=1e-4)
     assert Driver(model).greedy(tokens, 24) == tiny_models.reference_greedy(reference, tokens, 24)
     held = next(iter(model.experts.values()))
-    found = held.packed if held.of(0)[0].dtype is torch.uint8 else str(held.of(0)[0].dtype)
+    found = (
+        held.packed_dtype
+        if held.matrices_of(0)[0].dtype is torch.uint8
+        else str(held.matrices_of(0)[0].dtype)
+    )
     assert found.removeprefix("torch.") == STORED[form]
 
 
@@ -91,11 +95,11 @@ def test_servers_hold_the_bytes_of_the_loader(
     layout = registry.expert_layout(quantised, kernels)
     assert layout.dtype == STORED[form]
     held = Store(quantised, layout, mapped)
-    held.take({1: [0, 3]})
+    held.load({1: [0, 3]})
     loaded = registry.load_experts(quantised, kernels, {1: [0, 3]})[1]
     for expert in (0, 3):
         parts = (part[expert] for part in loaded.parts)
-        for part, wanted, size in zip(held._held[1, expert], parts, layout.matrix_bytes, strict=True):
+        for part, wanted, size in zip(held._matrices[1, expert], parts, layout.matrix_bytes, strict=True):
             assert wanted is not None and part.nbytes == size
             assert part.tobytes() == wanted.view(torch.uint8).numpy().tobytes()
 
@@ -107,8 +111,8 @@ def test_servers_read_only_the_experts_that_they_take(
     quantised, _ = made(sources, "gpt-oss", "mxfp4", tmp_path)
     read, sizes = store._read, []
     monkeypatch.setattr(store, "_read", lambda place: sizes.append(place.size) or read(place))
-    Store(quantised, registry.expert_layout(quantised, kernels)).take({1: [2]})
-    every = Headers(quantised).every().items()
+    Store(quantised, registry.expert_layout(quantised, kernels)).load({1: [2]})
+    every = Headers(quantised).list_tensors().items()
     matrices = sum(place.size for name, place in every if "layers.1.mlp.experts.gate_up_proj_" in name)
     biases = 4 * 3 * (96 + 2 * 64)
     assert 0 < sum(sizes) < 3 * matrices / 12 + biases
@@ -146,7 +150,7 @@ def test_one_matrix_of_a_shared_expert_may_be_left_as_it_is(sources: dict[str, P
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(torch.bfloat16 not in kernels.stored, reason="these kernels keep no bf16")
+@pytest.mark.skipif(torch.bfloat16 not in kernels.unconverted_dtypes, reason="these kernels keep no bf16")
 @pytest.mark.parametrize("packed", [True, False])
 def test_matrices_become_bf16_if_that_loses_nothing(
     sources: dict[str, Path], tmp_path: Path, packed: bool
@@ -155,7 +159,7 @@ def test_matrices_become_bf16_if_that_loses_nothing(
     matrix stays in FP8. Otherwise those of the heads become bf16.
     """
     quantised, plain = quantizers.quantize(sources["deepseek3"], tmp_path, quantizers.POWERS)
-    tokens, chosen = tiny_models.prompt(40, model_configs.VOCAB), replace(kernels, packed=packed)
+    tokens, chosen = tiny_models.prompt(40, model_configs.VOCAB), replace(kernels, can_use_quantized=packed)
     reference, loaded = theirs("deepseek3", plain), registry.load(quantised, chosen)
 
     def types(model: Any) -> tuple[str, set[str]]:
@@ -165,7 +169,10 @@ def test_matrices_become_bf16_if_that_loses_nothing(
 
     assert types(loaded) == ("bfloat16", {"fp8" if packed else "bfloat16"})
     experts = sum(
-        one.nbytes for weights in loaded.experts.values() for e in weights.held for one in weights.of(e)
+        one.nbytes
+        for weights in loaded.experts.values()
+        for e in weights.resident_ids
+        for one in weights.matrices_of(e)
     )
     assert registry.bytes_outside_experts(quantised, chosen) == loaded.num_bytes - experts
     logits = Driver(loaded).prefill(tokens)
@@ -190,8 +197,8 @@ def test_digests_cover_every_tensor_of_an_expert(
     """By them a server that joins shows that it has the same weights."""
     quantised, _ = made(sources, name, form, tmp_path)
     layout, file = registry.expert_layout(quantised, kernels), quantised / "model.safetensors"
-    before = ExpertDigests(quantised, layout).of(1, 2)
-    assert before == ExpertDigests(quantised, layout).of(1, 2)
+    before = ExpertDigests(quantised, layout).digest_of(1, 2)
+    assert before == ExpertDigests(quantised, layout).digest_of(1, 2)
     tensors = load_file(file)
     own = [each for each in tensors if each.startswith("model.layers.1.mlp.experts") and "shape" not in each]
     own = [each for each in own if name == "gpt-oss" or ".experts.2." in each]
@@ -201,7 +208,7 @@ def test_digests_cover_every_tensor_of_an_expert(
         mine = other[changed][2] if name == "gpt-oss" else other[changed]
         mine.view(torch.uint8).view(-1)[-1] ^= 1
         save_file(other, file, {"format": "pt"})
-        assert ExpertDigests(quantised, layout).of(1, 2) != before
+        assert ExpertDigests(quantised, layout).digest_of(1, 2) != before
 
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
@@ -262,7 +269,7 @@ def test_damaged_matrices_are_one_line(sources: dict[str, Path], tmp_path: Path,
         layout = registry.expert_layout(tmp_path / "quantised", kernels) if "got n" in says else None
         if layout is not None:
             with pytest.raises(CheckpointError, match="got nan"):
-                Store(quantised, layout).take({1: [2]})
+                Store(quantised, layout).load({1: [2]})
 
 
 CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {

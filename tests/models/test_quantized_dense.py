@@ -49,7 +49,9 @@ Made = Callable[[str, str], Path]
 FAST = [("qwen3", "packed int4"), ("deepseek3", "fp8 blocks")]
 """Cases that `make check` has too."""
 kernels = table.pick("cpu", "auto")
-pytestmark = pytest.mark.skipif(not kernels.packed, reason="these kernels read no quantised matrices")
+pytestmark = pytest.mark.skipif(
+    not kernels.can_use_quantized, reason="these kernels read no quantised matrices"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +72,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def load(path: Path, shard: Shard = WHOLE, mapped: bool = True, plain: bool = False) -> Model:
     """With what is not quantised in float32 too. plain: the quantised matrices also become float32."""
-    chosen = replace(kernels, packed=False) if plain else kernels
-    return registry.load(path, chosen, dtype="float32", shard=shard, mapped=mapped)
+    chosen = replace(kernels, can_use_quantized=False) if plain else kernels
+    return registry.load(path, chosen, dtype="float32", shard=shard, use_mmap=mapped)
 
 
 def weights(part: object, name: str = "") -> Iterator[tuple[str, Weight]]:
@@ -113,9 +115,9 @@ def test_all_matrices_but_gates_stay(made: Made) -> None:
     attention = [
         f".{layer}.attention_part.{part}.weight"
         for layer in (0, 1)
-        for part in ("query", "key", "value", "out")
+        for part in ("query", "key", "value", "out_proj")
     ]
-    dense = [f".1.dense_part.{part}" for part in ("gate", "up", "down")]
+    dense = [f".1.dense_part.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
     assert found == {**dict.fromkeys([*attention, *dense], "int8"), ".0.router.weight": "float32"}
 
 
@@ -143,8 +145,11 @@ def test_ranks_have_parts_of_stored_matrices(made: Made, form: str, size: int) -
     for model in ranks:
         part = model.blocks[0].attention_part
         assert kind_of(part.query.weight) == kind_of(part.value.weight) == quantizers.STORED[form]
-        assert kind_of(part.out.weight) == cut
-        assert part.query.weight.shape == (256 // size, 160) and part.out.weight.shape == (160, 256 // size)
+        assert kind_of(part.out_proj.weight) == cut
+        assert part.query.weight.shape == (256 // size, 160) and part.out_proj.weight.shape == (
+            160,
+            256 // size,
+        )
     tokens = tiny_models.prompt(23, model_configs.VOCAB)
     wanted = Ranks([load(path, Shard(rank, size), plain=True) for rank in range(size)]).prefill(tokens)
     assert torch.equal(Ranks(ranks).prefill(tokens), wanted)
@@ -174,14 +179,16 @@ def test_an_mlp_of_several_types_becomes_float32(made: Made, tmp_path: Path) -> 
     quantised, _ = quantizers.quantize(source, tmp_path, *tensors)
     model = load(quantised)
     found = {name: kind for name, kind in kinds(model).items() if "dense_part" in name}
-    assert found == dict.fromkeys((f".1.dense_part.{part}" for part in ("gate", "up", "down")), "float32")
+    assert found == dict.fromkeys(
+        (f".1.dense_part.{part}" for part in ("gate_proj", "up_proj", "down_proj")), "float32"
+    )
     tokens = tiny_models.prompt(9, model_configs.VOCAB)
     assert torch.equal(Driver(model).prefill(tokens), Driver(load(quantised, plain=True)).prefill(tokens))
 
 
 def test_a_part_is_cut_from_the_stored_matrix(made: Made) -> None:
     checkpoint, name = Checkpoint(made("qwen3", "awq")), "model.layers.0.self_attn.o_proj.weight"
-    matrix = checkpoint.quantized(name, 160, 256)
+    matrix = checkpoint.find_quantized(name, 160, 256)
     assert matrix is not None
     whole = checkpoint.tensor(name, 160, 256, dtype=torch.float32)
     for part in ((slice(3, 40),), (slice(None), slice(64, 128)), (slice(2, 9), slice(224, 256))):

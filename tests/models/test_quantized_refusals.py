@@ -211,7 +211,7 @@ def test_headers_whose_shapes_are_no_integers(tmp_path: Path, shape: list[Any]) 
     text = json.dumps(header).encode()
     (tmp_path / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
     headers = Headers(tmp_path)
-    matrix = headers.quantized("some.weight", ROWS, COLUMNS)
+    matrix = headers.find_quantized("some.weight", ROWS, COLUMNS)
     assert isinstance(matrix, Matrix)
     with pytest.raises(CheckpointError, match="truncated or corrupt: tensor some.weight has no bytes"):
         headers.place(matrix.parts[0])
@@ -282,14 +282,14 @@ def test_servers_hold_layers_of_several_types(source: Path, tmp_path: Path, what
     layout = registry.expert_layout(path, kernels)
     assert (layout.dtype, layout.others) == (dtype, others)
     store, wanted = Store(path, layout, mapped), {0: [1], 1: [0, 3]}
-    store.take(wanted)
+    store.load(wanted)
     for layer, loaded in registry.load_experts(path, kernels, wanted).items():
         for expert in wanted[layer]:
             parts = [part[expert] for part in loaded.parts]
-            for mine, theirs in zip(store._held[layer, expert], parts, strict=True):
+            for mine, theirs in zip(store._matrices[layer, expert], parts, strict=True):
                 assert theirs is not None
                 assert mine.tobytes() == theirs.view(torch.uint8).numpy().tobytes()
-    sizes = [sum(part.nbytes for part in store._held[layer, wanted[layer][0]]) for layer in (0, 1)]
+    sizes = [sum(part.nbytes for part in store._matrices[layer, wanted[layer][0]]) for layer in (0, 1)]
     assert layout.num_bytes == layout.num_experts * sum(sizes)
     assert layout.expert_bytes == max(sizes)
 
@@ -300,10 +300,10 @@ def test_servers_name_the_tensor_of_another_type(source: Path, tmp_path: Path) -
     with pytest.raises(
         CheckpointError, match=r"tensor .*1.*experts\.2\.gate_proj: an expert is stored as int8"
     ):
-        store.take({1: [2]})
+        store.load({1: [2]})
     path = mixed(source, tmp_path / "bf16", r"experts\.2\.", None)
     store = Store(path, registry.expert_layout(path, kernels))
     with pytest.raises(
         CheckpointError, match=r"tensor .*experts\.2\.gate_proj\.weight: an expert is stored as BF"
     ):
-        store.take({1: [2]})
+        store.load({1: [2]})

@@ -86,8 +86,10 @@ class Ranks(Driver):
             gated = block.gate(hidden, torch.stack(parts).sum(0))
             routed = None
             if gated.expert_ids is not None:
-                routed = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
-            hidden = block.merge(gated, block.dense(gated.normed), routed)
+                routed = model.kernels.experts(
+                    model.expert_weights(layer), gated.normed_rows, gated.expert_ids
+                )
+            hidden = block.merge(gated, block.dense(gated.normed_rows), routed)
         return model.logits(hidden)
 
 
@@ -215,17 +217,17 @@ def test_parts_of_mapped_tensors_stay_mapped(saved: Any) -> None:
     first, second = (block.attention_part.query.weight for block in parts)
     assert not torch.equal(first, second)
     assert in_file(first.data_ptr()) and in_file(second.data_ptr())
-    assert not in_file(parts[0].attention_part.out.weight.data_ptr())  # columns are copied
+    assert not in_file(parts[0].attention_part.out_proj.weight.data_ptr())  # columns are copied
 
 
 def test_copied_weights_need_no_file(saved: Any) -> None:
     _, path = saved["mixtral"]
     mapped, copied = (
-        registry.load(path, pick("cpu", "reference"), mapped=mapped) for mapped in (True, False)
+        registry.load(path, pick("cpu", "reference"), use_mmap=mapped) for mapped in (True, False)
     )
     assert in_file(mapped.embedding.data_ptr()) and not in_file(copied.embedding.data_ptr())
     for layer, experts in copied.experts.items():
-        for one, other in zip(experts.of(0), mapped.experts[layer].of(0), strict=True):
+        for one, other in zip(experts.matrices_of(0), mapped.experts[layer].matrices_of(0), strict=True):
             assert torch.equal(one, other) and in_file(other.data_ptr()) and not in_file(one.data_ptr())
 
 

@@ -309,7 +309,7 @@ def test_the_order_of_rotated_pairs_matters(name: str, intact: Intact) -> None:
     path, wanted = intact(name)
 
     def other(*arguments: Any, interleaved: bool = False, **options: Any) -> torch.Tensor:
-        return dense.rope(*arguments, interleaved=not interleaved, **options)
+        return dense.rope(*arguments, is_interleaved=not interleaved, **options)
 
     check_differs(registry.load(path, replace(REFERENCE, rope=other)), wanted)
 

@@ -26,7 +26,10 @@ def test_portions_are_aligned_zeroed_and_apart() -> None:
         assert part.data_ptr() % ALIGNMENT == 0 and not part.any()
         part.fill_(number + 1)
     assert [set(part.tolist()) for part in parts] == [{1}, {2}, {3}, {4}, set(), {6}]
-    assert arena.used == (1 + 1 + 1 + 2 + 0 + 8) * ALIGNMENT and arena.left == arena.size - arena.used
+    assert (
+        arena.used_bytes == (1 + 1 + 1 + 2 + 0 + 8) * ALIGNMENT
+        and arena.free_bytes == arena.size - arena.used_bytes
+    )
 
 
 def test_the_cap_is_kept() -> None:
@@ -34,9 +37,9 @@ def test_the_cap_is_kept() -> None:
     arena.take(ALIGNMENT)
     with pytest.raises(ConfigError, match=r"fast memory: got 16384; allowed: at most 12288 bytes"):
         arena.take(2 * ALIGNMENT + 1)
-    assert arena.used == ALIGNMENT, "what was refused took nothing"
+    assert arena.used_bytes == ALIGNMENT, "what was refused took nothing"
     arena.take(2 * ALIGNMENT)
-    assert arena.left == 0 and len(arena.take(0)) == 0
+    assert arena.free_bytes == 0 and len(arena.take(0)) == 0
 
 
 @pytest.mark.parametrize("size", [-4096, 0, 4095, 1 << 60, 1 << 70])

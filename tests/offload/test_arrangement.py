@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moesaic.models.headers import Place
 from moesaic.offload import arrangement
-from moesaic.offload.arrangement import Arrangement, merged
+from moesaic.offload.arrangement import Arrangement, merge_spans
 from moesaic.offload.reading import ALIGNMENT
 
 PLACES = st.lists(
@@ -53,7 +53,7 @@ def test_memory_holds_the_blocks_of_the_tensors_and_no_block_twice(places: list[
     assert len(blocks) == len(set(blocks)) and set(blocks) == {b for one in places for b in touched(one)}
     assert arranged.size == len(blocks) * ALIGNMENT
     for place in places:
-        at = arranged.at[place]
+        at = arranged.memory_offsets[place]
         assert at % ALIGNMENT == place.offset % ALIGNMENT
         begin, end = arranged.span(place)
         assert begin <= at < begin + ALIGNMENT and end - ALIGNMENT < at + place.size <= end
@@ -63,7 +63,7 @@ def test_memory_holds_the_blocks_of_the_tensors_and_no_block_twice(places: list[
     for run in arranged.runs:
         ends = [one.offset + one.size for one in places if one.file == run.file]
         inside = [end for end in ends if run.offset < end <= run.offset + run.size]
-        assert run.offset + run.needed == max(inside)
+        assert run.offset + run.required_bytes == max(inside)
 
 
 @given(PLACES, st.integers(1, 9))
@@ -74,8 +74,8 @@ def test_pages_are_equal_and_read_every_block_once(places: list[Place], pages: i
         begin, end = arranged.page(page, pages)
         sizes.append(end - begin)
         for run, (first, last) in arranged.pieces((begin, end)):
-            assert run.at <= first < last <= run.at + run.size
-            offset = run.offset + first - run.at
+            assert run.memory_offset <= first < last <= run.memory_offset + run.size
+            offset = run.offset + first - run.memory_offset
             read += [
                 (run.file, block // ALIGNMENT) for block in range(offset, offset + last - first, ALIGNMENT)
             ]
@@ -86,6 +86,6 @@ def test_pages_are_equal_and_read_every_block_once(places: list[Place], pages: i
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), max_size=10))
 def test_merged_spans_cover_the_same_and_are_apart(parts: list[tuple[int, int]]) -> None:
     spans = sorted((begin, begin + size) for begin, size in parts)
-    found = list(merged(spans))
+    found = list(merge_spans(spans))
     assert {at for span in found for at in range(*span)} == {at for span in spans for at in range(*span)}
     assert all(one[1] < other[0] for one, other in itertools.pairwise(found))

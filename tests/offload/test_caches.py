@@ -6,12 +6,12 @@ import torch
 from tests.core.test_tokens import batch
 
 from moesaic.kernels import table
-from moesaic.models.block import Projected
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.block import Projections
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.spec import KVLayout
 from moesaic.offload.caches import MovingCache, ResidentCache
 from moesaic.offload.link import Link
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 
 SIZE = 4
 LAYERS = 2
@@ -51,17 +51,17 @@ def test_a_cache_that_moves_shows_attention_what_one_that_stays_shows(
     key = torch.arange(float(sum(rows))).view(-1, 1, 1) - 50
     shown = []
     for each in caches:
-        part = Part(whole, np.arange(sum(rows)), each.attention(whole), torch.zeros(1), torch.zeros(1))
-        part.projected = Projected(key, key, None if in_key else key + 0.5)
+        part = MicroBatch(whole, np.arange(sum(rows)), each.attention(whole), torch.zeros(1), torch.zeros(1))
+        part.projections = Projections(key, key, None if in_key else key + 0.5)
         each.load(1, part)
         each.attend(1, Copies(), part)  # type: ignore[arg-type]
         each.save(1, part)
-        assert part.attended is not None and not part.local and not part.written
-        shown.append(part.attended)
+        assert part.attention_output is not None and not part.local and not part.unsaved_rows
+        shown.append(part.attention_output)
     assert torch.equal(*shown)
     for layer in range(LAYERS):
         assert torch.equal(stays.keys(layer), moves.keys(layer))
         assert torch.equal(stays.values(layer), moves.values(layer))
     had = sum(-(-count // SIZE) for count in before)
-    assert down.moved == had * stays.keys(0)[0].nbytes * (1 if in_key else 2)
-    assert up.moved == sum(rows) * 4 * (1 if in_key else 2)
+    assert down.copied_bytes == had * stays.keys(0)[0].nbytes * (1 if in_key else 2)
+    assert up.copied_bytes == sum(rows) * 4 * (1 if in_key else 2)

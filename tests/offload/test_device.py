@@ -16,7 +16,7 @@ from tests.support.gpu_sanitizer import OnDevice, sanitized
 from moesaic.core.errors import ConfigError
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.offload import device
-from moesaic.offload.device import DeviceLink, DeviceMemory, Staged
+from moesaic.offload.device import DeviceLink, DeviceMemory, StagedExperts
 
 THERE = torch.device("cuda")
 
@@ -34,8 +34,8 @@ def gpu() -> Iterator[None]:
         yield
 
 
-def staged(case: Case, static: Mapping[int, Sequence[int]]) -> Staged:
-    return Staged(case.path, case.layout, static, DeviceMemory(THERE), DeviceLink(THERE))
+def staged(case: Case, static: Mapping[int, Sequence[int]]) -> StagedExperts:
+    return StagedExperts(case.path, case.layout, static, DeviceMemory(THERE), DeviceLink(THERE))
 
 
 def finish() -> None:
@@ -44,7 +44,7 @@ def finish() -> None:
 
 def same(case: Case, layer: int, weights: ExpertWeights, experts: Sequence[int] = range(EXPERTS)) -> bool:
     for expert in experts:
-        parts = zip(case.layout.tensors(layer, expert), weights.of(expert), strict=True)
+        parts = zip(case.layout.tensors(layer, expert), weights.matrices_of(expert), strict=True)
         for (name, *_), tensor in parts:
             assert isinstance(tensor, OnDevice)
             if not torch.equal(tensor.cpu(), case.tensors[name]):
@@ -108,8 +108,8 @@ def test_links_count_what_went_over_them() -> None:
     there = down.copy(rows)
     down.finish()
     assert there.device.type == "cuda" and torch.equal(up.copy(there.t()), rows.t())
-    assert down.moved == up.moved == 24
+    assert down.copied_bytes == up.copied_bytes == 24
     some = torch.empty(1, 3, device=THERE)
     down.gather(some, rows, torch.tensor([1]))
     down.finish()
-    assert some.tolist() == [[3.0, 4.0, 5.0]] and down.moved == 36
+    assert some.tolist() == [[3.0, 4.0, 5.0]] and down.copied_bytes == 36

@@ -195,7 +195,7 @@ class Trouble(Exception):
 
 def is_stopped(lanes: Lanes) -> bool:
     """Whether the current run was told to stop."""
-    return lanes._unsettled is not None and lanes._unsettled._stopped
+    return lanes._unfinished_run is not None and lanes._unfinished_run._is_stopped
 
 
 def stopped(lanes: Lanes) -> bool:

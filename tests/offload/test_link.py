@@ -39,7 +39,7 @@ def test_a_copy_takes_as_long_as_the_link_says(clock: Clock) -> None:
     source = np.arange(5 * PIECE // 2, dtype=np.uint8)
     target = np.zeros_like(source)
     link.fill(target, source)
-    assert clock.slept == [1.0, 1.0, 0.5] and link.moved == len(source)
+    assert clock.slept == [1.0, 1.0, 0.5] and link.copied_bytes == len(source)
     assert np.array_equal(target, source)
 
 
@@ -56,7 +56,7 @@ def test_copies_have_the_same_numbers_in_memory_of_their_own(dtype: torch.dtype)
         made = link.copy(source)
         assert torch.equal(made, source) and made.is_contiguous() and made.dtype == dtype
         assert not len(made) or made.data_ptr() != source.data_ptr()
-    assert link.moved == (24 + 12 + 24) * dtype.itemsize
+    assert link.copied_bytes == (24 + 12 + 24) * dtype.itemsize
 
 
 def test_gathered_blocks_come_in_the_order_that_was_asked(clock: Clock) -> None:
@@ -64,7 +64,7 @@ def test_gathered_blocks_come_in_the_order_that_was_asked(clock: Clock) -> None:
     target = torch.empty(2, 4, 2)
     link.gather(target, source, torch.tensor([3, 0]))
     assert torch.equal(target, source[[3, 0]])
-    assert sum(clock.slept) == pytest.approx(1.0) and link.moved == 64
+    assert sum(clock.slept) == pytest.approx(1.0) and link.copied_bytes == 64
 
 
 def test_a_mapped_file_reads_what_is_there_and_no_more(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_mapped_file_reads_what_is_there_and_no_more(tmp_path: Path) -> None:
     into = bytearray(b"x" * 50)
     assert file.read(80, memoryview(into)) == 20  # the file ends there
     assert bytes(into) == bytes(range(80, 100)) + b"x" * 30
-    assert link.moved == 70
+    assert link.copied_bytes == 70
     file.close()
     with pytest.raises(FileNotFoundError):
         MappedFile(tmp_path / "none", link)

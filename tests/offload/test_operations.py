@@ -14,12 +14,12 @@ from tests.support import model_configs, tiny_models
 
 from moesaic.kernels import table
 from moesaic.models import registry
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.model import Model
 from moesaic.offload.caches import ResidentCache
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 from moesaic.offload.post_attention import LocalPostAttention
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return registry.load(Path(path), table.REFERENCE)
 
 
-def parts_of(model: Model, cache: ResidentCache, count: int) -> list[Part]:
+def parts_of(model: Model, cache: ResidentCache, count: int) -> list[MicroBatch]:
     """Micro-batches of one row each, whose sequences have a block of their own."""
     made = []
     for index in range(count):
@@ -61,12 +61,12 @@ def parts_of(model: Model, cache: ResidentCache, count: int) -> list[Part]:
         rows = type(rows)(**{**vars(rows), "block_tables": np.array([[index]])})
         hidden = model.embed(torch.from_numpy(rows.token_ids))
         positions = torch.from_numpy(rows.positions)
-        made.append(Part(rows, np.array([index]), cache.attention(rows), positions, hidden))
+        made.append(MicroBatch(rows, np.array([index]), cache.attention(rows), positions, hidden))
     return made
 
 
 @pytest.fixture
-def made(model: Model) -> tuple[Operations, Held, list[Part]]:
+def made(model: Model) -> tuple[Operations, Held, list[MicroBatch]]:
     spec = model.spec
     kv = PagedKV(spec.kv, spec.num_layers, 4, 4, torch.float32, torch.device("cpu"), table.REFERENCE)
     cache, held = ResidentCache(kv, 4), Held(model)
@@ -84,11 +84,11 @@ def do(operations: Operations, kind: Kind, layer: int, part: int, lane: Lane = L
 
 
 def test_one_memory_serves_the_answers_of_all_micro_batches(
-    made: tuple[Operations, Held, list[Part]], monkeypatch: pytest.MonkeyPatch
+    made: tuple[Operations, Held, list[MicroBatch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operations, held, parts = made
     used, model = [], operations._model
-    after = operations._after
+    after = operations._post_attention
     kernel = model.kernels.experts
 
     def seen(weights: Any, rows: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -101,30 +101,30 @@ def test_one_memory_serves_the_answers_of_all_micro_batches(
         for part in range(3):
             for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITH_EXPERTS):
                 do(operations, kind, layer, part)
-            assert parts[part].gated is None and parts[part].answers is None
+            assert parts[part].gate_output is None and parts[part].answers is None
     assert len(used) == 6 and len(set(used)) == 1
     assert held.turns == [(30, 0)] * 3 + [(31, 1)] * 3
 
 
 def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
-    made: tuple[Operations, Held, list[Part]],
+    made: tuple[Operations, Held, list[MicroBatch]],
 ) -> None:
     operations, held, parts = made
     for part in range(3):
         for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
             do(operations, kind, 0, part)
-    ids = {int(one) for part in parts for one in part.gated.expert_ids.flatten()}  # type: ignore[union-attr]
+    ids = {int(one) for part in parts for one in part.gate_output.expert_ids.flatten()}  # type: ignore[union-attr]
     do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
-    assert held.chosen == [(30, 0, sorted(ids - {0, 5}))] and operations.loaded == 7
+    assert held.chosen == [(30, 0, sorted(ids - {0, 5}))] and operations.loaded_bytes == 7
     assert all(part.answers is None for part in parts), "rows wait without memory for their answers"
     before = [part.hidden for part in parts]
     for part in range(3):
         do(operations, Kind.EXPERTS, 0, part)
-        assert parts[part].gated is None and not torch.equal(parts[part].hidden, before[part])
+        assert parts[part].gate_output is None and not torch.equal(parts[part].hidden, before[part])
 
 
 def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
-    made: tuple[Operations, Held, list[Part]],
+    made: tuple[Operations, Held, list[MicroBatch]],
 ) -> None:
     operations, held, parts = made
 
@@ -132,7 +132,7 @@ def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
         for part in range(3):
             for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
                 do(operations, kind, 0, part)
-        ids = [part.gated.expert_ids.flatten() for part in parts]  # type: ignore[union-attr]
+        ids = [part.gate_output.expert_ids.flatten() for part in parts]  # type: ignore[union-attr]
         return {int(one) for one in torch.cat(ids)} - {0, 5}
 
     do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
@@ -157,16 +157,18 @@ def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
     assert held.chosen.pop() == (36, 0, sorted(third))
 
 
-def test_a_layer_beyond_the_last_is_the_next_pass_s_first(made: tuple[Operations, Held, list[Part]]) -> None:
+def test_a_layer_beyond_the_last_is_the_next_pass_s_first(
+    made: tuple[Operations, Held, list[MicroBatch]],
+) -> None:
     operations, _, _ = made
     do(operations, Kind.LOAD_PAGE, 3, 1, Lane.DOWN)
-    assert operations.loaded == 102
+    assert operations.loaded_bytes == 102
 
 
-def test_the_slow_lane_merges_nothing(made: tuple[Operations, Held, list[Part]]) -> None:
+def test_the_slow_lane_merges_nothing(made: tuple[Operations, Held, list[MicroBatch]]) -> None:
     """In a layer without routed experts both lanes have a task. Only one of them goes on with the rows."""
     operations, _, parts = made
     for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
         do(operations, kind, 0, 0)
     do(operations, Kind.EXPERTS, 0, 0, Lane.SLOW)
-    assert parts[0].gated is not None
+    assert parts[0].gate_output is not None

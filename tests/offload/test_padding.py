@@ -20,8 +20,8 @@ from moesaic.core.offload import Offload
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels import table
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.offload.padding import PaddedBlocks, Padding, behind
-from moesaic.offload.parts import by_context
+from moesaic.offload.padding import PaddedBlocks, Padding, count_padding_blocks
+from moesaic.offload.parts import divide_by_context
 from moesaic.testing import byte_tokenizer
 
 LONGEST = 40
@@ -37,7 +37,7 @@ needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no nativ
 def test_worked_example() -> None:
     """A prompt of 2 tokens, a row at position 5, a chunk of a prompt, and the end of a longer prompt."""
     whole = batch([2, 1, 3, 2], before=[0, 5, 0, 4], wanted=[1, 2, 7])
-    padded = Padding(longest=4, block_size=16).of(whole)
+    padded = Padding(longest=4, block_size=16).add_padding(whole)
     assert padded.positions.tolist() == [0, 1, 2, 3, 5, 0, 1, 2, 4, 5]
     assert padded.token_ids.tolist() == [0, 1, 0, 0, 2, 3, 4, 5, 6, 7]
     assert padded.query_starts.tolist() == [0, 4, 5, 8, 10]
@@ -47,7 +47,7 @@ def test_worked_example() -> None:
 
 @given(batches(), st.integers(1, 12))
 def test_rows_keep_their_order_and_what_they_see(whole: TokenBatch, longest: int) -> None:
-    padded = Padding(longest, 16).of(whole)
+    padded = Padding(longest, 16).add_padding(whole)
     rows = np.diff(padded.query_starts) - np.diff(whole.query_starts)
     assert (rows == padded.context_lens - whole.context_lens).all() and (rows >= 0).all()
     assert (padded.context_lens <= np.maximum(whole.context_lens, longest)).all()
@@ -67,7 +67,7 @@ def test_padding_is_counted_in_whole_blocks_behind_what_decodes() -> None:
         batch([1, 1, 3, 1], before=[5, 3, 0, 0], wanted=[0, 1]),
         block_tables=np.array([[7, 4, 9, 2, 0], [3, 1, 0, 0, 0], [5, 6, 8, 0, 0], [10, 11, 0, 0, 0]]),
     )
-    assert behind(rows, block_size=4).tolist() == [2, 1, 0, 0]
+    assert count_padding_blocks(rows, block_size=4).tolist() == [2, 1, 0, 0]
     assert Padding(4, block_size=4).contexts(rows).sum() == 6 + 4 + 3 + 1 + 3 * 4
 
 
@@ -228,5 +228,5 @@ def test_padding_that_comes_down_counts_where_micro_batches_are_made() -> None:
     whole = replace(whole, block_tables=tables)
     contexts = Padding(longest=16, block_size=16).contexts(whole)
     assert contexts.tolist() == [5 + 16, 5 + 16, 16, 16]
-    parts = by_context(whole, contexts, 40, whole=True)
+    parts = divide_by_context(whole, contexts, 40, whole_sequences=True)
     assert [origin.tolist() for _, origin in parts] == [[0], [1, *range(2, 18)], [*range(18, 34)]]

@@ -20,7 +20,7 @@ from moesaic.core.offload import Offload
 from moesaic.kernels import table
 from moesaic.offload.operations import Operations
 from moesaic.offload.reading import DirectFile
-from moesaic.offload.weights import Streamed
+from moesaic.offload.weights import StreamedExperts
 from moesaic.testing import byte_tokenizer
 
 pytestmark = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
@@ -214,12 +214,12 @@ def test_guesses_that_broke_off_are_not_taken_for_loaded(
 
     wanted = answers(llm(tmp_path, None))
     way = replace(DISK, schedule="on-demand", micro_batch=3, likely_experts=12)
-    real = Streamed.load_chosen
+    real = StreamedExperts.load_chosen
     for call in range(2, 30):
         made = llm(tmp_path, way)
         count = 0
 
-        def counted(self: Streamed, *given: Any, call: int = call) -> int:
+        def counted(self: StreamedExperts, *given: Any, call: int = call) -> int:
             nonlocal count
             count += 1
             loaded = real(self, *given)
@@ -228,7 +228,7 @@ def test_guesses_that_broke_off_are_not_taken_for_loaded(
             return loaded
 
         with monkeypatch.context() as patched:
-            patched.setattr(Streamed, "load_chosen", counted)
+            patched.setattr(StreamedExperts, "load_chosen", counted)
             with pytest.raises(KeyboardInterrupt):
                 answers(made)
         assert answers(made) == wanted, call

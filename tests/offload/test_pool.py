@@ -37,8 +37,8 @@ def test_whatever_is_chosen_is_there_with_its_bytes(case: Case) -> None:
     for _ in range(60):
         layer, chosen = rng.choice(LAYERS), rng.sample(range(EXPERTS), rng.randint(1, 4))
         pool.learn(layer, np.array(chosen))
-        weights = pool.with_chosen(layer, chosen)
-        assert same(case, layer, weights, chosen) and set(chosen) <= set(weights.held)
+        weights = pool.load_experts(layer, chosen)
+        assert same(case, layer, weights, chosen) and set(chosen) <= set(weights.resident_ids)
     found = pool.stats
     assert 0 < found.hits < found.chosen and found.exchanges > 0
     assert found.loaded_bytes >= (found.chosen - found.hits) * case.layout.expert_bytes
@@ -49,7 +49,7 @@ def test_the_hottest_stays_while_others_come_and_go(case: Case) -> None:
     for expert in range(1, EXPERTS):
         for chosen in ([0], [expert]):
             pool.learn(0, np.array(chosen))
-            pool.with_chosen(0, chosen)
+            pool.load_experts(0, chosen)
     assert pool.stats.hits == EXPERTS - 2, "expert 0, each time but the first"
 
 
@@ -59,9 +59,9 @@ def test_a_read_that_fails_costs_no_place(case: Case, monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(reader), "load", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
     for _ in range(3):
         with pytest.raises(CheckpointError, match="gone"):
-            pool.with_chosen(0, [0, 1])
+            pool.load_experts(0, [0, 1])
     monkeypatch.undo()
-    assert same(case, 0, pool.with_chosen(0, [0, 1]), [0, 1])
+    assert same(case, 0, pool.load_experts(0, [0, 1]), [0, 1])
 
 
 def test_too_little_memory_is_refused_with_what_is_enough(case: Case) -> None:

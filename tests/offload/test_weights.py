@@ -24,7 +24,7 @@ from moesaic.models import registry
 from moesaic.models.headers import SINGLE, Headers
 from moesaic.offload.arena import Arena
 from moesaic.offload.reading import ALIGNMENT
-from moesaic.offload.weights import Memory, Streamed
+from moesaic.offload.weights import Memory, StreamedExperts
 
 EXPERTS = 6
 LAYERS = (0, 2, 3)
@@ -41,9 +41,9 @@ class Case:
     layout: ExpertLayout
     tensors: Mapping[str, torch.Tensor]
 
-    def streamed(self, static: Mapping[int, Sequence[int]], direct: bool = True) -> Streamed:
-        arena = Arena(Streamed.memory_for(self.path, self.layout, static).total)
-        return Streamed(self.path, self.layout, static, arena, direct)
+    def streamed(self, static: Mapping[int, Sequence[int]], direct: bool = True) -> StreamedExperts:
+        arena = Arena(StreamedExperts.memory_for(self.path, self.layout, static).total)
+        return StreamedExperts(self.path, self.layout, static, arena, direct)
 
     def blocks(self, layer: int, experts: Iterable[int]) -> set[tuple[Path, int]]:
         """The blocks of the files that contain these experts."""
@@ -100,7 +100,9 @@ def same(case: Case, layer: int, weights: ExpertWeights, experts: Iterable[int] 
     """Whether these experts have the file's bytes, at the addresses that kernels are told."""
     addresses = weights.table.memory
     for expert in experts:
-        parts = zip(case.layout.tensors(layer, expert), weights.of(expert), addresses[:, expert], strict=True)
+        parts = zip(
+            case.layout.tensors(layer, expert), weights.matrices_of(expert), addresses[:, expert], strict=True
+        )
         for (name, *shape), tensor, address in parts:
             wanted = case.tensors[name]
             assert tensor.dtype == wanted.dtype and list(tensor.shape) == shape
@@ -161,7 +163,7 @@ def test_experts_are_made_once(plain: Case) -> None:
     for layer in LAYERS:
         first, second = streamed.experts(0, layer), streamed.experts(1, layer)
         assert streamed.experts(4, layer) is first and streamed.experts(7, layer) is second
-        assert first.table is first.table and first.held == tuple(range(EXPERTS))
+        assert first.table is first.table and first.resident_ids == tuple(range(EXPERTS))
         alike = (first.table.memory == second.table.memory).all(dim=0).tolist()
         assert [one for one, stays in enumerate(alike) if stays] == list(SOME.get(layer, ()))
 
@@ -177,7 +179,9 @@ def test_addresses_keep_their_place_in_a_block(case: Case) -> None:
     """A tensor has the same offset in its block in memory and in the file. So a direct read needs no further
     copy."""
     streamed, headers = case.streamed(SOME), Headers(case.path)
-    for (name, *shape), tensor in zip(case.layout.tensors(3, 5), streamed.experts(1, 3).of(5), strict=True):
+    for (name, *shape), tensor in zip(
+        case.layout.tensors(3, 5), streamed.experts(1, 3).matrices_of(5), strict=True
+    ):
         assert tensor.data_ptr() % ALIGNMENT == headers.find(name, *shape).offset % ALIGNMENT
 
 
@@ -196,24 +200,24 @@ def test_chosen_experts_come_alone(
         coming, weights = set(chosen) - kept, streamed.experts(count, layer)
         away = set(range(EXPERTS)) - kept
         for expert in away:
-            for part in weights.of(expert):
+            for part in weights.matrices_of(expert):
                 part.fill_(-7.0)
         assert streamed.load_chosen(count, layer, chosen) == case.num_bytes(layer, coming)
         assert same(case, layer, weights, coming | kept)
         read = case.blocks(layer, coming)
         for expert in away - coming:
             if not case.blocks(layer, [expert]) & read:
-                assert all(bool((part == -7.0).all()) for part in weights.of(expert)), "not read"
+                assert all(bool((part == -7.0).all()) for part in weights.matrices_of(expert)), "not read"
 
 
 def test_wide_experts_share_few_blocks(tmp_path: Path) -> None:
     """Shows that the test above looks at experts of which no block was read."""
     case = save(tmp_path, torch.float32, shards=False, moe_intermediate_size=200)
     streamed = case.streamed({})
-    for part in streamed.experts(0, 0).of(3):
+    for part in streamed.experts(0, 0).matrices_of(3):
         part.fill_(-7.0)
     assert streamed.load_chosen(0, 0, [0]) <= case.layout.expert_bytes + 2 * ALIGNMENT
-    assert all(bool((part == -7.0).all()) for part in streamed.experts(0, 0).of(3))
+    assert all(bool((part == -7.0).all()) for part in streamed.experts(0, 0).matrices_of(3))
     assert same(case, 0, streamed.experts(0, 0), [0])
 
 
@@ -222,11 +226,11 @@ def test_wide_experts_share_few_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("static", [{}, SOME, dict.fromkeys(LAYERS, range(EXPERTS))])
 def test_bytes_are_told_before_they_are_taken(case: Case, static: Mapping[int, Sequence[int]]) -> None:
-    told = Streamed.memory_for(case.path, case.layout, static)
+    told = StreamedExperts.memory_for(case.path, case.layout, static)
     arena = Arena(told.total + 5 * ALIGNMENT)
     arena.take(1)
-    streamed = Streamed(case.path, case.layout, static, arena)
-    assert streamed.memory == told and arena.used == told.total + ALIGNMENT
+    streamed = StreamedExperts(case.path, case.layout, static, arena)
+    assert streamed.memory == told and arena.used_bytes == told.total + ALIGNMENT
     away = [set(range(EXPERTS)) - set(static.get(layer, ())) for layer in LAYERS]
     needs = [len(case.blocks(layer, ids)) for layer, ids in zip(LAYERS, away, strict=True)]
     assert told.slot == max(needs) * ALIGNMENT
@@ -236,10 +240,10 @@ def test_bytes_are_told_before_they_are_taken(case: Case, static: Mapping[int, S
 
 
 def test_an_arena_that_is_too_small(plain: Case) -> None:
-    arena = Arena(Streamed.memory_for(plain.path, plain.layout, SOME).total - ALIGNMENT)
+    arena = Arena(StreamedExperts.memory_for(plain.path, plain.layout, SOME).total - ALIGNMENT)
     with pytest.raises(ConfigError, match="fast memory: got"):
-        Streamed(plain.path, plain.layout, SOME, arena)
-    assert arena.used == 0
+        StreamedExperts(plain.path, plain.layout, SOME, arena)
+    assert arena.used_bytes == 0
 
 
 # ---- what is refused

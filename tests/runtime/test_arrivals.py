@@ -32,14 +32,14 @@ def test_only_requests_with_a_grammar_wait() -> None:
     arrived = arrivals.add(message)
     assert [one.request_id for one in arrived.requests] == [0, 2]
     assert arrived.generated == [[5], []]
-    assert arrivals.waiting and not arrivals.ready(0.0).requests
+    assert arrivals.has_waiting and not arrivals.take_ready(0.0).requests
     compiler.futures["a"].set_result(None)
-    ready = arrivals.ready(0.0)
+    ready = arrivals.take_ready(0.0)
     assert [one.request_id for one in ready.requests] == [1, 4]
     assert ready.generated == [[6], []]
-    assert arrivals.waiting
+    assert arrivals.has_waiting
     arrivals.cancel([3, 77])
-    assert not arrivals.waiting
+    assert not arrivals.has_waiting
     known = arrivals.add(messages.Submit([request(5, "a")]))
     assert [one.request_id for one in known.requests] == [5], "its grammar is there already"
 
@@ -48,6 +48,6 @@ def test_it_waits_for_the_first_grammar() -> None:
     compiler = Compiler()
     arrivals = Arrivals(compiler.compiled)
     arrivals.add(messages.Submit([request(1, "a"), request(2, "b")]))
-    assert not arrivals.ready(0.01).requests
+    assert not arrivals.take_ready(0.01).requests
     threading.Timer(0.05, lambda: compiler.futures["b"].set_result(None)).start()
-    assert [one.request_id for one in arrivals.ready(3600.0).requests] == [2]
+    assert [one.request_id for one in arrivals.take_ready(3600.0).requests] == [2]

@@ -15,7 +15,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.request import Request
 from moesaic.models import files
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.runtime import in_memory
 from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import LoadedModel
@@ -45,7 +45,7 @@ class Life:
 
         def run() -> None:
             try:
-                serve(there, config, wakeup, kept=kept)
+                serve(there, config, wakeup, kept_model=kept)
             except ConnectionLost as error:
                 self.error = error.again()
             there.close()
@@ -105,7 +105,7 @@ def test_the_next_worker_has_the_weights_of_the_last_one(loads: list[int]) -> No
         assert life.tokens() == expected.outputs[0].token_ids
         life.vanish()
         assert (of_kind(Worker), of_kind(PagedKV)) == before, "a worker that is gone, and its KV cache"
-    assert kept.made == len(loads) == 1
+    assert kept.num_loads == len(loads) == 1
 
 
 def test_other_settings_and_other_files_are_loaded_anew(loads: list[int]) -> None:
@@ -115,7 +115,7 @@ def test_other_settings_and_other_files_are_loaded_anew(loads: list[int]) -> Non
         life = Life(kept, config)
         life.until(messages.Ready)
         life.vanish()
-    assert kept.made == len(loads) == 2
+    assert kept.num_loads == len(loads) == 2
 
 
 def test_a_connection_that_ends_while_weights_are_read_keeps_nothing() -> None:
@@ -125,4 +125,4 @@ def test_a_connection_that_ends_while_weights_are_read_keeps_nothing() -> None:
     kept = KeptModel()
     with pytest.raises(ConnectionLost):
         kept.get("a", lost)
-    assert not kept.loaded and kept.made == 0
+    assert not kept.has_model and kept.num_loads == 0

@@ -33,7 +33,7 @@ ASKED = WorkerConfig(ModelConfig("demo"), CacheConfig("4GiB"))
     ids=["in memory", "offloaded"],
 )
 def test_while_a_model_is_loaded(config: WorkerConfig, line: str) -> None:
-    with pytest.raises(ConfigError) as raised, out_of_memory.explained(config):
+    with pytest.raises(ConfigError) as raised, out_of_memory.explain(config):
         raise torch.OutOfMemoryError(FULL)
     assert str(raised.value) == f"{line} (CUDA out of memory)"
 

@@ -25,7 +25,7 @@ from moesaic.models.registry import routed_model
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
-from moesaic.runtime.routing_recorder import KEPT, SEED, TOGETHER, RoutingRecorder
+from moesaic.runtime.routing_recorder import REQUESTS_TOGETHER, ROWS_TOGETHER, SEED, RoutingRecorder
 from moesaic.trace.options import RecordConfig
 
 NEW = 40
@@ -232,7 +232,7 @@ def test_a_share_of_the_requests(prompts: list[list[int]]) -> None:
     for request in range(4000):
         recorder.release(Release([request]))
     ended = {int(row["request"][0]) - 1 for row in rows}
-    assert ended == {request for request in range(4000) if draw(request // TOGETHER, SEED) < 0.25}
+    assert ended == {request for request in range(4000) if draw(request // REQUESTS_TOGETHER, SEED) < 0.25}
     assert 800 < len(ended) < 1200
 
 
@@ -264,11 +264,11 @@ def test_places_of_the_model_come_one_after_another() -> None:
     recorder = RoutingRecorder(SMALL, assembly.add)
     recorder.admit(admission(0))
     recorder.admit(admission(1))
-    recorder.segment(run(0, [0], range(2)), 0, choice(0, 1))
-    recorder.segment(run(1, [1], range(2)), 0, choice(7, 7))
-    recorder.segment(run(2, [1], range(2)), 0, choice(2, 3))
-    recorder.segment(run(3, [1, 0], range(2), range(2)), 1, choice(4, 5, 6, 7))
-    recorder.last_segment(run(4, [0, 1], range(2), range(2)))
+    recorder.record_segment(run(0, [0], range(2)), 0, choice(0, 1))
+    recorder.record_segment(run(1, [1], range(2)), 0, choice(7, 7))
+    recorder.record_segment(run(2, [1], range(2)), 0, choice(2, 3))
+    recorder.record_segment(run(3, [1, 0], range(2), range(2)), 1, choice(4, 5, 6, 7))
+    recorder.record_last_segment(run(4, [0, 1], range(2), range(2)))
     recorder.release(Release([0, 1]))
     ids, routes = assembly.take()
     assert ids.tolist() == [0, 1]
@@ -280,10 +280,10 @@ def test_a_unit_that_was_dropped_is_not_recorded() -> None:
     rows: list[Rows] = []
     recorder = RoutingRecorder(SMALL, rows.append)
     recorder.admit(admission(0))
-    recorder.segment(run(0, [0], range(2)), 0, choice(0, 1))
+    recorder.record_segment(run(0, [0], range(2)), 0, choice(0, 1))
     recorder.release(Release([0]))
     assert [row["position"].tolist() for row in rows] == [[ENDED]]
-    recorder.last_segment(run(1, [0], range(2)))
+    recorder.record_last_segment(run(1, [0], range(2)))
     assert len(rows) == 1
 
 
@@ -291,11 +291,11 @@ def test_a_preempted_request_goes_on() -> None:
     assembly = Assembly(SMALL, 1 << 20)
     recorder = RoutingRecorder(SMALL, assembly.add)
     recorder.admit(admission(3))
-    recorder.step(run(0, [3], range(2)), [choice(0, 1), choice(2, 3)])
+    recorder.record_step(run(0, [3], range(2)), [choice(0, 1), choice(2, 3)])
     recorder.release(Release([3], preempted=True))
     assert assembly.take()[1].requests == 0
     recorder.admit(admission(3))
-    recorder.step(run(1, [3], range(3)), [choice(0, 1, 4), choice(2, 3, 5)])
+    recorder.record_step(run(1, [3], range(3)), [choice(0, 1, 4), choice(2, 3, 5)])
     recorder.release(Release([3]))
     ids, routes = assembly.take()
     assert (ids.tolist(), routes.tokens.tolist(), routes.prompts.tolist()) == ([3], [0, 1, 2], [2])
@@ -306,18 +306,18 @@ def test_rows_are_handed_over_together() -> None:
     rows: list[Rows] = []
     recorder = RoutingRecorder(SMALL, rows.append)
     recorder.admit(admission(0))
-    recorder.step(run(0, [0, 1], range(1), range(1)), [choice(0, 8), choice(0, 8)])
+    recorder.record_step(run(0, [0, 1], range(1), range(1)), [choice(0, 8), choice(0, 8)])
     recorder.admit(admission(1))
-    for at in range(1, KEPT):
+    for at in range(1, ROWS_TOGETHER):
         here = range(at, at + 1)
-        recorder.step(run(at, [0, 1], here, here), [choice(at, 7), choice(0, 6)])
-    assert [len(one) for one in rows] == [KEPT + 1]
+        recorder.record_step(run(at, [0, 1], here, here), [choice(at, 7), choice(0, 6)])
+    assert [len(one) for one in rows] == [ROWS_TOGETHER + 1]
     recorder.release(Release([0]))
-    recorder.step(run(KEPT, [0, 1], range(1), range(1)), [choice(3, 5), choice(3, 5)])
+    recorder.record_step(run(ROWS_TOGETHER, [0, 1], range(1), range(1)), [choice(3, 5), choice(3, 5)])
     recorder.release(Release([1]))
-    assert [len(one) for one in rows] == [KEPT + 1, KEPT - 2, 1, 1, 1]
+    assert [len(one) for one in rows] == [ROWS_TOGETHER + 1, ROWS_TOGETHER - 2, 1, 1, 1]
     found = np.concatenate(rows)
-    for request, count in ((0, KEPT), (1, KEPT)):
+    for request, count in ((0, ROWS_TOGETHER), (1, ROWS_TOGETHER)):
         mine = found[(found["request"] == request + 1) & (found["position"] != ENDED)]
         assert len(mine) == count
         assert mine["token"].tolist() == mine["position"].tolist()

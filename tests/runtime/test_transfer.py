@@ -15,7 +15,7 @@ from moesaic.core.endpoint import Endpoint
 from moesaic.core.metrics import TransferStats
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.models.kvcache.images import Bytes, Written
+from moesaic.models.kvcache.images import Bytes, OnLayerWritten
 from moesaic.policy.scheduling.schedulers.actions import Restore, StepPlan
 from moesaic.runtime.transfer import sending
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader
@@ -39,17 +39,17 @@ class Memory:
         draw = np.random.default_rng(seed)
         self.blocks = draw.integers(0, 256, (8, 6), np.uint8)
         self.states = draw.integers(0, 256, (8, 3), np.uint8)
-        self.written: Written = lambda layer: None
+        self.written: OnLayerWritten = lambda layer: None
 
-    def watch(self, written: Written) -> None:
-        self.written = written
+    def watch(self, on_layer_written: OnLayerWritten) -> None:
+        self.written = on_layer_written
 
     def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
         return self._of(layers)[blocks].swapaxes(0, 1).reshape(-1)
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
         lines = data.reshape(len(layers), len(blocks), 2).swapaxes(0, 1)
-        self._of(layers)[blocks[skipped:]] = lines[skipped:]
+        self._of(layers)[blocks[num_skipped:]] = lines[num_skipped:]
 
     def _of(self, layers: range) -> Bytes:
         """[8, layers, 2]"""
@@ -92,7 +92,7 @@ class Pair:
         for layer in range(layers):
             self.here.written(layer)
         if ends:
-            self.sender.computed(plan)
+            self.sender.on_step_computed(plan)
 
     def close(self) -> None:
         self.sender.close()
@@ -111,7 +111,7 @@ class Pair:
         """Request 5 goes on at the receiver, with what the transfer brought."""
         request = Request(5, [1, 2], SamplingParams())
         self.receiver.expect(messages.Submit([request], received={5: transfer}))
-        return self.receiver.received([request])
+        return self.receiver.count_received_tokens([request])
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_the_page_is_the_one_that_stands_at_the_last_multiple(pair: Pair) -> Non
     table = np.array([[0] * 18])
     line, one = np.array([[4, 0, 2, 7]]), np.array([1])
     batch = TokenBatch(one, one, np.array([0, 1]), np.array([70]), table, NONE, line)
-    pair.sender.computed(StepPlan(0, batch, np.array([5]), one, NONE, NONE))
+    pair.sender.on_step_computed(StepPlan(0, batch, np.array([5]), one, NONE, NONE))
     pair.arrived()
     pair.claim()
     pair.receiver.restore(Restore(5, range(70), np.zeros(18, np.int64), (1, 64, 1, 6)))

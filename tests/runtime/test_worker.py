@@ -20,7 +20,7 @@ REQUESTS = 5
 class Still:
     """A scheduler that does nothing, and an executor that never has to."""
 
-    busy = False
+    is_busy = False
 
     def handle(self, event: Event, now: float) -> list[Action]:
         return []
@@ -28,7 +28,7 @@ class Still:
     def progress(self) -> list[Event]:
         return []
 
-    def compiled(self, request: Request) -> None:
+    def find_grammar(self, request: Request) -> None:
         return None
 
     def stats(self) -> WorkerStats:

@@ -90,7 +90,7 @@ class Backend:
     """Computes nothing, and notes which calls ran together."""
 
     def __init__(self, layers: int) -> None:
-        self.held = {layer: [0] for layer in range(layers)}
+        self.resident_experts = {layer: [0] for layer in range(layers)}
         self.runs: list[tuple[int, int]] = []
         """(layer, calls with rows) of each run."""
 
@@ -104,7 +104,7 @@ class Listening:
     def __init__(self) -> None:
         self.waiting: list[Channel] = []
 
-    def accepted(self) -> list[Channel]:
+    def take_connections(self) -> list[Channel]:
         found, self.waiting = self.waiting, []
         return found
 
@@ -185,7 +185,7 @@ class Worker:
             while channel.answers:
                 call = channel.answers.popleft()
                 if call.number in end.barrier_calls or (server, call.number) not in self._left:
-                    self.barrier.answered(end, call)
+                    self.barrier.on_answer(end, call)
                 else:
                     del self._left[server, call.number]
         self.act()
@@ -194,7 +194,7 @@ class Worker:
         """Do everything that can be done without waiting."""
         if self.layer is None:
             self.barrier.arrive(self.ends)
-            if self.barrier.entered():
+            if self.barrier.poll():
                 self._submit(0)
         elif not self._left and self.layer + 1 < self.layers:
             self._submit(self.layer + 1)

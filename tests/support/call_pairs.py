@@ -81,7 +81,7 @@ def pair(kind: str, folder: Path, heap_bytes: int = HEAP) -> Iterator[tuple[Call
 def accepted(listener: Listener) -> Answerer:
     """The next connection that is accepted."""
     assert wait([], [listener.fileno()], PATIENCE)
-    (answerer,) = listener.accepted()
+    (answerer,) = listener.take_connections()
     return answerer
 
 

@@ -26,7 +26,7 @@ def serve(address: str, mode: str) -> None:
     ends: list[Answerer] = []
     while True:
         wait(ends, [listener.fileno()], spin=0.0 if mode == "asleep" else 50e-6)
-        ends += listener.accepted()
+        ends += listener.take_connections()
         for end in list(ends):
             try:
                 answer(end, mode)

@@ -31,7 +31,7 @@ def main(path: str, rank: str, size: str, task: str, *file: str) -> None:
     group = OneShotGroup(peers)
     if task == "suite":
         outcome = collectives_scenarios.run(group)
-        outcome["sent"] = np.array(peers.sent)
+        outcome["sent"] = np.array(peers.sent_bytes)
         with Path(file[0]).open("wb") as out:
             np.savez(out, allow_pickle=False, **outcome)
         group.close()

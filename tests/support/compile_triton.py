@@ -146,7 +146,7 @@ def weights(dtype: torch.dtype, biased: bool) -> ExpertWeights:
 def quantised(kind: str) -> ExpertWeights:
     shapes = ((64, 128), (64, 128), (128, 64))
     parts = [(torch.zeros(lines, row_bytes(kind, size), dtype=torch.uint8),) * 4 for lines, size in shapes]
-    return ExpertWeights(*parts, packed=kind)
+    return ExpertWeights(*parts, packed_dtype=kind)
 
 
 def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | None, width: int) -> None:
@@ -161,11 +161,13 @@ def attend(step: tuple[list[int], list[int]], dtype: torch.dtype, window: int | 
 
 def recur(counts: list[int], recorded: bool) -> None:
     """Heads as Qwen3-Next has them, and wide ones. recorded: with arrays as recordings of steps have them."""
-    for sizes in (StateSizes(2, 4, 128, 128, 4), StateSizes(1, 1, 256, 256, 8, drafted=3)):
+    for sizes in (StateSizes(2, 4, 128, 128, 4), StateSizes(1, 1, 256, 256, 8, max_draft_tokens=3)):
         layer = delta_steps.Layer(table.REFERENCE, delta_steps.Inputs(sizes, counts))
         batch = AttentionBatch.build(layer.batch(list(enumerate(counts))), delta_steps.BLOCK)
         if recorded:
-            batch.__dict__["of_states"] = batch.of_states._replace(tiles=batch.of_states.tiles.long())
+            batch.__dict__["state_sequences"] = batch.state_sequences._replace(
+                tiles=batch.state_sequences.tiles.long()
+            )
         one, heads = torch.zeros(sum(counts), sizes.channels), sizes.value_heads
         taps = torch.zeros(sizes.taps, sizes.channels).t()
         convolution.convolve(one, taps, layer.states, batch, activate=heads > 1)

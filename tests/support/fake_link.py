@@ -18,7 +18,7 @@ class FakeLink:
 
     def __init__(self, area_bytes: int) -> None:
         self.area = memoryview(mmap.mmap(-1, area_bytes))
-        self.failed: str | None = None
+        self.failure: str | None = None
         self.peer: FakeLink
         self._writes: list[tuple[int, Sequence[tuple[int, int]], int]] = []
         """(number, pieces, pumps that are left) of writes under way."""
@@ -29,7 +29,7 @@ class FakeLink:
         return len(self._writes)
 
     def write(self, number: int, pieces: Sequence[tuple[int, int]]) -> None:
-        if self.failed is None:
+        if self.failure is None:
             self._writes.append((number, pieces, self.PUMPS))
 
     def settle(self, number: int) -> None:
@@ -51,7 +51,7 @@ class FakeLink:
     def close(self) -> None:
         for number, pieces, _ in self._writes:
             self._land(number, pieces)
-        self._writes, self.failed = [], "this end is closed"
+        self._writes, self.failure = [], "this end is closed"
 
     def _land(self, number: int, pieces: Sequence[tuple[int, int]]) -> None:
         for begin, end in pieces:

@@ -54,12 +54,12 @@ def spoil() -> None:
     seed = told.pop("seed")
     faults = Faults(**told)
     numbers = count(1_000 * seed)
-    made = Connector.made
+    made = Connector.take_connections
 
     def spoiled(self: Connector) -> list[tuple[ServerEntry, Caller]]:
         return [(entry, FaultyCaller(caller, faults, next(numbers))) for entry, caller in made(self)]
 
-    Connector.made = spoiled  # type: ignore[method-assign]
+    Connector.take_connections = spoiled  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def _rank(config: WorkerConfig, rank: int) -> tuple[list[str], dict[str, str]]:
     """The words of a rank's command line, and its environment."""
     from moesaic.runtime.group import launcher  # and with it torch, which the plain process does not need
 
-    words = ["--rank", str(rank), "--config", launcher.of_rank(config, rank).to_json()]
+    words = ["--rank", str(rank), "--config", launcher.rank_config(config, rank).to_json()]
     return words, launcher.rank_environment(config, rank)
 
 

@@ -55,7 +55,7 @@ def spoil() -> None:
         if next(runs) >= GOOD_RUNS:
             with torch.inference_mode():
                 for part in parts:
-                    part.out[:, -1] = torch.nan
+                    part.results[:, -1] = torch.nan
 
     TorchBackend.run = spoiled  # type: ignore[method-assign]
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from moesaic.core.stored import BLOCK, QUANTIZED, is_integer, of_expert, of_matrices
-from moesaic.kernels import quantized, table
+from moesaic.kernels import quantized_layout, table
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of
 from moesaic.kernels.weights import ExpertWeights
 
@@ -36,8 +36,8 @@ class Integers:
     offsets: torch.Tensor | None
 
     @classmethod
-    def of(cls, dtype: str, stored: quantized.Bytes, columns: int) -> Integers:
-        """Reads rows as kernels/quantized.py writes them."""
+    def of(cls, dtype: str, stored: quantized_layout.Bytes, columns: int) -> Integers:
+        """Reads rows as kernels/quantized_layout.py writes them."""
         kind, parts, at = QUANTIZED[dtype], [], 0
         for begin in range(0, columns, BLOCK):
             groups = -(-min(BLOCK, columns - begin) // kind.group)
@@ -53,7 +53,7 @@ class Integers:
 
 
 def _block(
-    dtype: str, stored: quantized.Bytes, groups: int
+    dtype: str, stored: quantized_layout.Bytes, groups: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     kind, rows = QUANTIZED[dtype], len(stored)
     heads = np.ascontiguousarray(stored[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
@@ -61,7 +61,7 @@ def _block(
     if kind.bits == 4:
         pairs = codes.reshape(rows, -1, 1, 16)
         codes = np.concatenate([pairs & 15, pairs >> 4], axis=2)
-    values = quantized.TABLES[kind.values][codes].astype(np.int64).reshape(rows, groups, kind.group)
+    values = quantized_layout.TABLES[kind.values][codes].astype(np.int64).reshape(rows, groups, kind.group)
     return values, heads[:, :groups], heads[:, groups:] if kind.offset else None
 
 
@@ -113,7 +113,7 @@ def activated(base: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return by_kernels(mlp, rows, torch.zeros(len(rows), 1, dtype=torch.int64))[:, 0, :width]
 
 
-def expert(base: str, dtype: str, stored: list[quantized.Bytes], rows: torch.Tensor) -> torch.Tensor:
+def expert(base: str, dtype: str, stored: list[quantized_layout.Bytes], rows: torch.Tensor) -> torch.Tensor:
     """One expert. stored: gate and up [w, row_bytes], down [h, row_bytes]. base: as in `activated`."""
     hidden, width = rows.shape[1], len(stored[0])
     inner, outer = of_matrices(dtype)
@@ -126,22 +126,22 @@ def experts(
     weights: ExpertWeights,
     hidden: torch.Tensor,
     ids: torch.Tensor,
-    out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `ops.experts`, with `expert` for each pair of a row and an expert."""
-    out = torch.empty(*ids.shape, hidden.shape[1]) if out is None else out
+    output = torch.empty(*ids.shape, hidden.shape[1]) if output is None else output
     for chosen in ids.unique().tolist():
-        stored = [one.numpy() for one in weights.of(chosen)]
+        stored = [one.numpy() for one in weights.matrices_of(chosen)]
         row, place = torch.nonzero(ids == chosen, as_tuple=True)
-        out[row, place] = expert(base, weights.packed, stored, hidden[row])
-    return out
+        output[row, place] = expert(base, weights.packed_dtype, stored, hidden[row])
+    return output
 
 
 def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `ops.linear`."""
     if not isinstance(weight, QuantizedMatrix) or not is_integer(weight.kind):
         return linear_by_kernels(rows, weight, bias)
-    found = products(rows, Integers.of(weight.kind, weight.stored.numpy(), weight.columns))
+    found = products(rows, Integers.of(weight.kind, weight.stored_rows.numpy(), weight.columns))
     return found if bias is None else found + bias
 
 
@@ -152,8 +152,10 @@ def linears(
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def gated_mlp(base: str, rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+def gated_mlp(
+    base: str, rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight
+) -> torch.Tensor:
     """As `ops.gated_mlp`."""
-    mlp, dtype = (gate, up, down), of_expert(kind_of(gate), kind_of(down))
-    stored = [one.stored.numpy() for one in mlp if isinstance(one, QuantizedMatrix)]
+    mlp, dtype = (gate_proj, up_proj, down_proj), of_expert(kind_of(gate_proj), kind_of(down_proj))
+    stored = [one.stored_rows.numpy() for one in mlp if isinstance(one, QuantizedMatrix)]
     return expert(base, dtype, stored, rows) if is_integer(dtype) else mlp_by_kernels(rows, *mlp)

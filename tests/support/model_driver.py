@@ -11,7 +11,7 @@ from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.states import CHUNK
-from moesaic.models.block import Gated, Projected
+from moesaic.models.block import GateOutput, Projections
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.model import Model
 
@@ -100,16 +100,16 @@ class Driver:
             hidden = self._merged(layer, block.gate(hidden, block.output_projection(attended)))
         return model.logits(hidden)
 
-    def _recurrence(self, layer: int, rows: Projected, attention: AttentionBatch) -> torch.Tensor:
+    def _recurrence(self, layer: int, rows: Projections, attention: AttentionBatch) -> torch.Tensor:
         assert self.states is not None
         states = self.states.layer(self.model.spec.state_layers.index(layer))
         return self.model.blocks[layer].recurrence(rows, states, attention)
 
-    def _merged(self, layer: int, gated: Gated) -> torch.Tensor:
+    def _merged(self, layer: int, gated: GateOutput) -> torch.Tensor:
         model, block, routed = self.model, self.model.blocks[layer], None
         if gated.expert_ids is not None:
-            routed = model.kernels.experts(model.expert_weights(layer), gated.normed, gated.expert_ids)
-        return block.merge(gated, block.dense(gated.normed), routed)
+            routed = model.kernels.experts(model.expert_weights(layer), gated.normed_rows, gated.expert_ids)
+        return block.merge(gated, block.dense(gated.normed_rows), routed)
 
     def prefill(self, tokens: list[int], index: int = 0, chunk: int | None = None) -> torch.Tensor:
         """Logits [length, V] of a prompt that is computed in chunks."""

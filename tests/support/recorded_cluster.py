@@ -91,7 +91,7 @@ def _serving(
     for number in range(servers):
         held[number] = {layer: list(range(number, layout.num_experts, servers)) for layer in layout.layers}
         backend = TorchBackend(DEMO, layout, "cpu", "reference", 1, True)
-        backend.take(held[number])
+        backend.load(held[number])
         listener = Listener("unix:@", SECRET)
         service = RecordedService(layout.layers, policy_named("defrag"), rule)
         server = ExpertServer(layout, backend, listener, service, time.monotonic)

@@ -49,17 +49,17 @@ class Backend:
     name = "multiplies"
 
     def __init__(self) -> None:
-        self.held: dict[int, list[int]] = {0: list(range(EXPERTS))}
+        self.resident_experts: dict[int, list[int]] = {0: list(range(EXPERTS))}
         self.nan_for: Sequence[int] = ()
 
-    def take(self, wanted: object) -> None: ...
+    def load(self, experts_by_layer: object) -> None: ...
 
-    def keep(self, wanted: object) -> None: ...
+    def keep_only(self, experts_by_layer: object) -> None: ...
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         for part in parts:
-            part.out[part.lines] = part.hidden[part.rows] * (part.experts[:, None] + 1)
-            part.out[part.lines[np.isin(part.experts, self.nan_for)]] = np.nan
+            part.results[part.result_rows] = part.hidden[part.rows] * (part.experts[:, None] + 1)
+            part.results[part.result_rows[np.isin(part.experts, self.nan_for)]] = np.nan
 
 
 class Dialling:
@@ -76,7 +76,7 @@ class Dialling:
     def stop(self, server: int) -> None:
         self.wanted = [entry for entry in self.wanted if entry.server != server]
 
-    def made(self) -> list[tuple[ServerEntry, Caller]]:
+    def take_connections(self) -> list[tuple[ServerEntry, Caller]]:
         found: list[tuple[ServerEntry, Caller]] = []
         wanted, self.wanted = self.wanted, []
         for entry in wanted if self.reachable else ():
@@ -188,7 +188,7 @@ class FarHost:
     ) -> torch.Tensor:
         """What comes back when these servers turn."""
         asked = client or self.client
-        self.until(lambda: not asked._submissions[handle.number].missing, *servers)
+        self.until(lambda: not asked._submissions[handle.number].num_missing, *servers)
         found = asked.rows(handle).clone()
         asked.release(handle)
         return found

@@ -106,7 +106,7 @@ class RecordedAnswers:
 
     def enter_barrier(self, work: bool) -> None: ...
 
-    def passed_barrier(self) -> bool:
+    def poll_barrier(self) -> bool:
         opened, self.opened = self.opened, False
         return opened
 

@@ -35,7 +35,7 @@ def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory
     """A thread with all experts, on the CPU, and who is to be asked."""
     arithmetic = TorchBackend(path, layout, "cpu", "reference", 1)
     held = {layer: list(range(layout.num_experts)) for layer in layout.layers}
-    arithmetic.take(held)
+    arithmetic.load(held)
     address = f"unix:{folder}/server"
     service = ExpertServerScheduler(layout.layers, MostTokensFirst(), Enough())
     listener = Listener(address, SECRET)

@@ -13,8 +13,8 @@ from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost
 from moesaic.experts.collectives.group import Group
 from moesaic.experts.collectives.one_shot import OneShotGroup, local_group
-from moesaic.runtime.group.build_rank import follower
-from moesaic.runtime.group.launcher import of_rank
+from moesaic.runtime.group.build_rank import build_follower
+from moesaic.runtime.group.launcher import rank_config
 from moesaic.transport.peers import HALF_BYTES
 from tests.support.linked_ends import linked
 
@@ -35,7 +35,7 @@ class Threads:
         self.ends = [OneShotGroup(end) for end in far] or local_group(each)
         self.failed: list[BaseException] = []
         self._threads = [
-            threading.Thread(target=self._follow, args=(of_rank(config, rank), end), name=f"{RANK}{rank}")
+            threading.Thread(target=self._follow, args=(rank_config(config, rank), end), name=f"{RANK}{rank}")
             for rank, end in enumerate(self.ends)
             if rank > 0
         ]
@@ -59,7 +59,7 @@ class Threads:
     def _follow(self, config: WorkerConfig, group: Group) -> None:
         try:
             with self._within():
-                follower(config, group).follow()
+                build_follower(config, group).follow()
         except ConnectionLost:
             return
         except BaseException as error:

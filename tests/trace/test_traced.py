@@ -25,7 +25,7 @@ from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
-from moesaic.runtime.observer import Unobserved
+from moesaic.runtime.observer import UnobservedWorker
 from moesaic.runtime.tracing import StepPieces, WorkerTrace
 from moesaic.trace.track import Track
 from moesaic.transport.calls import Call, Caller
@@ -84,20 +84,20 @@ def test_answers_cut_a_step_into_layers(track: Track, clock: Clock, spans: Calla
     timeline, step = StepPieces(track), plan(4, 1, 1, 5)
     timeline.begin(step, "step")
     clock.now = 2.0
-    timeline.dispatched(1, 28, begin=1.0)
-    timeline.answered(3.0, 3.5)
+    timeline.on_dispatch(1, 28, begin=1.0)
+    timeline.on_answer(3.0, 3.5)
     clock.now = 5.0
-    timeline.dispatched(2, 28, begin=4.0)
+    timeline.on_dispatch(2, 28, begin=4.0)
     clock.now = 6.0
     timeline.end()
     clock.now = 9.0
     timeline.resume(step)
-    timeline.answered(10.0, 11.0)
+    timeline.on_answer(10.0, 11.0)
     clock.now = 12.0
     timeline.end()
-    timeline.sampling()
+    timeline.on_sampling_started()
     clock.now = 13.0
-    timeline.sampled(2)
+    timeline.on_tokens_sampled(2)
     rows = {"step": 4, "rows": 7, "decode": 2, "prefill": 5}
     assert [(s.name, s.begin / 1e6, s.end / 1e6, s.args) for s in spans()] == [
         ("layer 1", 0, 3, rows),
@@ -114,9 +114,9 @@ def test_a_look_for_answers_that_are_missing_is_no_piece(track: Track, spans: Ca
     timeline.resume(plan(0, 1))
     timeline.end()
     assert spans() == []
-    timeline.answered(1.0, 2.0)  # found between steps, for a step that goes on later
-    timeline.sampling()
-    timeline.sampled(1)
+    timeline.on_answer(1.0, 2.0)  # found between steps, for a step that goes on later
+    timeline.on_sampling_started()
+    timeline.on_tokens_sampled(1)
     assert [span.name for span in spans()] == ["sampling"]
 
 
@@ -124,9 +124,9 @@ def test_sampling_lies_in_the_last_run(track: Track, clock: Clock, spans: Callab
     timeline = StepPieces(track)
     timeline.begin(plan(0, 1), "to sampler")
     clock.now = 1.0
-    timeline.sampling()
+    timeline.on_sampling_started()
     clock.now = 2.0
-    timeline.sampled(1)
+    timeline.on_tokens_sampled(1)
     timeline.end()
     assert [(span.name, span.begin) for span in spans()] == [("to sampler", 0), ("sampling", 10**6)]
 
@@ -148,7 +148,7 @@ class Doubling:
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         self.clock.now += 3.0
         for one in parts:
-            one.out[one.lines] = 2 * one.hidden[one.rows]
+            one.results[one.result_rows] = 2 * one.hidden[one.rows]
 
 
 class Place:
@@ -169,12 +169,12 @@ class Place:
 
     def ask(self, caller: Caller, layer: int, experts: list[int]) -> Call:
         """These experts for a row of ones. Returns when the server has taken it in."""
-        calls, none = self.server.served.calls, np.zeros(len(experts), dtype=np.int64)
+        calls, none = self.server.counters.calls, np.zeros(len(experts), dtype=np.int64)
         call = caller.open(wire.size(1, len(experts), WIDTH, False), len(experts), 4 * WIDTH)
         assert call is not None
         wire.write(call.request, layer, np.array(experts), none, None, np.ones((1, WIDTH), np.float32))
         caller.post(call)
-        self.until(lambda: self.server.served.calls > calls)
+        self.until(lambda: self.server.counters.calls > calls)
         return call
 
     def until(self, done: Callable[[], object]) -> None:
@@ -209,7 +209,7 @@ def test_a_servers_run_says_whose_pairs_it_computed(
     place.ask(first, 2, [0, 1])
     place.ask(second, 2, [1, 1, 3])
     call = place.ask(first, 2, [0])
-    place.until(lambda: place.server.served.runs == 1)
+    place.until(lambda: place.server.counters.runs == 1)
     assert (np.frombuffer(call.answer, dtype=np.float32) == 2).all()
     [span] = spans()
     assert (span.name, span.end - span.begin) == ("layer 2", 3 * 10**6)
@@ -227,7 +227,7 @@ def test_the_pairs_of_a_client_that_left_are_counted_no_more(
     place.until(lambda: place.server.clients == 2)
     assert waiting(part) == [3, 5, 2] and not spans()
     third.close()
-    place.until(lambda: place.server.served.runs == 1)
+    place.until(lambda: place.server.counters.runs == 1)
     [span] = spans()
     assert (span.name, span.args) == ("layer 2", {"pairs": 2, "experts": 2, "clients": 1})
     assert waiting(part)[3:] == [2, 0]
@@ -242,7 +242,7 @@ def worker(trace: str | None) -> Any:
 
 def test_without_a_trace_nothing_is_in_place(part: Path) -> None:
     plain = worker(None)
-    assert type(plain._observer) is type(plain._executor._observer) is Unobserved
+    assert type(plain._observer) is type(plain._executor._observer) is UnobservedWorker
     traced = worker(str(part))
     assert type(traced._observer) is WorkerTrace and traced._executor._observer is traced._observer
 

@@ -112,13 +112,13 @@ def test_a_port_scan_is_a_few_lines(
     with door() as (connect, passed, one):
         for number in range(count):
             connect().sendall(b"bad %d" % number)
-            until(lambda number=number: one.dropped == number + 1)
+            until(lambda number=number: one.num_dropped == number + 1)
         until(lambda: count_of(caplog) == count)  # while nobody else comes
         connect().sendall(b"good peer")
         until(lambda: passed == ["good peer"])
         for number in range(2):
             connect().sendall(b"bad")
-            until(lambda number=number: one.dropped == count + number + 1)
+            until(lambda number=number: one.num_dropped == count + number + 1)
     assert count_of(caplog) == count + 2, "what was held back is logged at the end"
     assert len(caplog.records) <= 4 + (time.monotonic() - began) / 0.05
 

@@ -11,7 +11,7 @@ def test_a_burst_is_two_lines() -> None:
     assert [limit.add(str(i), now=100.0 + i / 1000) for i in range(1, 3000)] == [None] * 2999
     assert limit.due(now=109.9) is None
     assert limit.due(now=110.0) == "2999 (the last of 2999 such lines in 10 s)"
-    assert limit.due(now=200.0) is None and limit.rest(now=200.0) is None
+    assert limit.due(now=200.0) is None and limit.flush(now=200.0) is None
 
 
 def test_a_stream_is_a_line_in_each_interval() -> None:
@@ -32,9 +32,9 @@ def test_rare_lines_are_logged_as_they_are() -> None:
 
 def test_what_is_left_at_the_end() -> None:
     limit = LineLimit(10.0)
-    assert limit.rest(now=0.0) is None
+    assert limit.flush(now=0.0) is None
     limit.add("a", now=0.0)
     limit.add("b", now=0.5)
     limit.add("c", now=0.6)
-    assert limit.rest(now=0.7) == "c (the last of 2 such lines in 1 s)"
-    assert limit.rest(now=0.8) is None
+    assert limit.flush(now=0.7) == "c (the last of 2 such lines in 1 s)"
+    assert limit.flush(now=0.8) is None

@@ -18,12 +18,12 @@ def test_what_is_sent_before_the_call_arrives_first_and_in_order() -> None:
     awaited, (ours, theirs) = AwaitedConnection(), local_pair()
     awaited.send(ONE)
     awaited.send(TWO)
-    assert awaited.waits and awaited.receive(0.0) is None
+    assert awaited.is_waiting and awaited.receive(0.0) is None
     assert awaited.connect(ours)
     awaited.send(THREE)
     assert [theirs.receive(60.0) for _ in range(3)] == [ONE, TWO, THREE]
     theirs.send(ONE)
-    assert awaited.receive(60.0) == ONE and not awaited.waits
+    assert awaited.receive(60.0) == ONE and not awaited.is_waiting
 
 
 def test_who_waits_for_a_message_gets_it_once_the_process_has_called() -> None:

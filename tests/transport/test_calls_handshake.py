@@ -100,7 +100,7 @@ def test_a_bad_peer_is_one_line_in_the_log(
     message = caplog.records[0].getMessage()
     peer = "tcp:{}:{}".format(*host_and_port) if host_and_port else f"process {os.getpid()}"
     assert message.startswith(f"dropped {peer} at {listener.address}: ") and "\n" not in message
-    assert listener.accepted() == []
+    assert listener.take_connections() == []
     assert descriptors() == before
     meets_an_honest_client(listener)
 
@@ -151,7 +151,7 @@ def test_memory_that_cannot_be_trusted(
     for descriptor in handed:
         os.close(descriptor)
     assert len(caplog.records) == 1 and why in caplog.text
-    assert listener.accepted() == []
+    assert listener.take_connections() == []
     assert descriptors() == before
     listener.close()
 
@@ -256,7 +256,7 @@ def test_a_refusal_is_told_from_a_connection_that_broke(
     sock = address.dial(address.parse(where), 10.0)
     with sock, pytest.raises(ConnectionLost) as raised:
         authentication.prove_as_client(sock, SECRET, Terms("stream", HEAP), Deadline(10.0))
-    assert isinstance(raised.value, authentication.Refused) == refused, raised.value
+    assert isinstance(raised.value, authentication.PeerRefused) == refused, raised.value
     thread.join()
     server.close()
 
@@ -295,7 +295,7 @@ def test_both_ends_get_the_same_keys_and_new_ones_each_time() -> None:
             keys = authentication.prove_as_client(one, SECRET, Terms("stream", HEAP), Deadline(10.0))
             thread.join()
         [(terms, others)] = found
-        assert terms == Terms("stream", HEAP) and others == keys.swapped()
+        assert terms == Terms("stream", HEAP) and others == keys.swap()
         seen |= set(keys)
     assert len(seen) == 6
 

@@ -287,7 +287,7 @@ def test_a_client_that_never_reads_its_answers() -> None:
         for number in range(1000):
             sock.sendall(frame(number=number, rows=1, row_bytes=HEAP // 4) + b"abcd")
             serve(end)
-            largest = max(largest, end._frames.unsent)
+            largest = max(largest, end._frames.unsent_bytes)
     assert largest < 2 * HEAP
     sock.close()
     end.close()

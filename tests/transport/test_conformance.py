@@ -100,7 +100,7 @@ def sealed_connections() -> Pair:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         two, _ = listener.accept()
-    return StreamConnection(SealedSocket(one, keys)), StreamConnection(SealedSocket(two, keys.swapped()))
+    return StreamConnection(SealedSocket(one, keys)), StreamConnection(SealedSocket(two, keys.swap()))
 
 
 def awaited_connections() -> Pair:
@@ -362,7 +362,7 @@ def test_a_message_with_a_refused_value_ends_the_connection() -> None:
 def sealed_pair() -> tuple[SealedSocket, SealedSocket]:
     one, two = stream_pair()
     keys = Keys(b"a" * 32, b"b" * 32)
-    return SealedSocket(one, keys), SealedSocket(two, keys.swapped())
+    return SealedSocket(one, keys), SealedSocket(two, keys.swap())
 
 
 @pytest.mark.slow

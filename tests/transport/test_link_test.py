@@ -58,7 +58,7 @@ def test_latency_and_bandwidth_are_those_of_the_link(latency: float, bandwidth: 
 def test_it_ends_in_time(latency: float, bandwidth: float) -> None:
     far = Far(latency, bandwidth)
     assert measure(far, far.clock) is None
-    assert far.now <= link_test.LIMIT
+    assert far.now <= link_test.LIMIT_SECONDS
 
 
 @pytest.mark.parametrize("answer", [LinkTest(b"x"), Alive()])
@@ -77,7 +77,7 @@ def test_a_host_is_measured_once_a_minute_and_this_one_never() -> None:
     assert tests.link("boot:1", far) is not None
     assert tests.link("boot:1", far) is None
     assert tests.link("boot:2", far) is not None
-    far.now += link_test.AGAIN
+    far.now += link_test.REPEAT_SECONDS
     assert tests.link("boot:1", far) is not None
 
 
@@ -97,5 +97,5 @@ def test_a_real_connection_sends_back_what_it_gets() -> None:
     here.close()
     there.close()
     assert found is not None
-    assert 0 < found.latency < link_test.LIMIT
+    assert 0 < found.latency < link_test.LIMIT_SECONDS
     assert found.bandwidth > 0

@@ -97,7 +97,7 @@ def test_parts_that_no_socket_takes_at_once_and_ranks_of_any_speed() -> None:
                 assert bytes(part) == bytes([turn, whose, end.rank, 7]) * (CAPACITY // 16)
 
     assert together([partial(run, end) for end in ends]) == [None] * 4
-    assert [end.sent for end in ends] == [rounds * 3 * CAPACITY // 4] * 4
+    assert [end.sent_bytes for end in ends] == [rounds * 3 * CAPACITY // 4] * 4
     for end in ends:
         end.close()
 

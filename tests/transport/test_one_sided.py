@@ -112,7 +112,7 @@ def test_rows_whose_write_never_arrives_end_with_the_connection() -> None:
 
 def test_a_link_that_fails_ends_the_connection() -> None:
     caller, answerer = one_sided_pair(HEAP)
-    caller._link.failed = "no way to the other end"
+    caller._link.failure = "no way to the other end"
     assert lost(caller) == "no way to the other end"
     with pytest.raises(ConnectionLost, match="no way"):
         caller.open(1, 1, 1)

@@ -78,7 +78,7 @@ def test_each_sends_to_each(group: Callable[[int], Ends]) -> None:
             wanted = [bytes([10 * rank + to]) * (turn * (to + 1)) for rank in range(3)]
             assert [bytes(part) for part in parts] == wanted  # type: ignore[attr-defined]
             assert all(part.readonly for part in parts)  # type: ignore[attr-defined]
-    assert [end.sent for end in ends] == [10 * (2 + 3), 10 * (1 + 3), 10 * (1 + 2)]
+    assert [end.sent_bytes for end in ends] == [10 * (2 + 3), 10 * (1 + 3), 10 * (1 + 2)]
 
 
 def test_one_part_for_all_counts_once_for_each(group: Callable[[int], Ends]) -> None:
@@ -87,7 +87,7 @@ def test_one_part_for_all_counts_once_for_each(group: Callable[[int], Ends]) -> 
         end.open_for_all(4)[:] = b"abc%d" % end.rank
     for parts in together(*(end.exchange for end in ends)):
         assert [bytes(part) for part in parts] == [b"abc0", b"abc1", b"abc2"]  # type: ignore[attr-defined]
-    assert [end.sent for end in ends] == [8, 8, 8]
+    assert [end.sent_bytes for end in ends] == [8, 8, 8]
 
 
 def test_parts_stay_until_the_next_exchange_begins(group: Callable[[int], Ends]) -> None:
@@ -109,7 +109,7 @@ def test_a_group_of_one(group: Callable[[int], Ends]) -> None:
     (end,) = group(1)
     end.open([3])[0][:] = b"abc"
     assert bytes(end.exchange()[0]) == b"abc"
-    assert end.sent == 0
+    assert end.sent_bytes == 0
 
 
 def test_more_than_a_round_holds_is_refused_and_the_group_goes_on(group: Callable[[int], Ends]) -> None:

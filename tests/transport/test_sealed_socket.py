@@ -35,7 +35,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 def sealed_pair() -> tuple[SealedSocket, SealedSocket]:
     one, two = tcp_pair()
-    return SealedSocket(one, KEYS), SealedSocket(two, KEYS.swapped())
+    return SealedSocket(one, KEYS), SealedSocket(two, KEYS.swap())
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_the_end_of_a_stream_inside_a_record(ends: tuple[SealedSocket, socket.so
     end, bare = ends
     whole = b""
     other, raw = tcp_pair()
-    sender = SealedSocket(other, KEYS.swapped())
+    sender = SealedSocket(other, KEYS.swap())
     for text in (b"first", b"second"):
         sender.sendall(memoryview(text))
     other.close()
@@ -149,7 +149,7 @@ def test_the_end_of_a_stream_inside_a_record(ends: tuple[SealedSocket, socket.so
 
 def test_the_end_of_a_stream_between_records(ends: tuple[SealedSocket, socket.socket]) -> None:
     end, bare = ends
-    SealedSocket(bare, KEYS.swapped()).sendall(memoryview(b"all"))
+    SealedSocket(bare, KEYS.swap()).sendall(memoryview(b"all"))
     bare.shutdown(socket.SHUT_WR)
     view = memoryview(bytearray(10))
     assert [end.recv_into(view), end.recv_into(view), end.recv_into(view)] == [3, 0, 0]
@@ -189,7 +189,7 @@ def test_many_threads_send_over_one_connection() -> None:
     for sock in (one, two):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     sender = StreamConnection(SealedSocket(one, KEYS))
-    receiver = StreamConnection(SealedSocket(two, KEYS.swapped()))
+    receiver = StreamConnection(SealedSocket(two, KEYS.swap()))
 
     def send(thread: int) -> None:
         for turn in range(40):

@@ -20,7 +20,7 @@ from moesaic.transport.sealing import (
     TAG,
     Opener,
     Sealer,
-    client_keys,
+    derive_client_keys,
 )
 
 SECRET = bytes(range(32))
@@ -158,20 +158,20 @@ def test_records_are_what_the_standards_say(first: int) -> None:
 
 def test_keys_are_what_the_standards_say() -> None:
     secret, nonces, context = b"the cluster's secret", os.urandom(64), b"what both agreed on"
-    keys = client_keys(secret, nonces, context)
+    keys = derive_client_keys(secret, nonces, context)
     extracted = hmac.digest(nonces, secret, "sha256")
     assert keys.sending == expanded(extracted, b"moesaic client to server" + context)
     assert keys.receiving == expanded(extracted, b"moesaic server to client" + context)
-    assert keys.swapped() == (keys.receiving, keys.sending)
+    assert keys.swap() == (keys.receiving, keys.sending)
 
 
 def test_other_connections_have_other_keys() -> None:
     secret, nonces = b"the cluster's secret", bytes(64)
     found = [
-        client_keys(secret, nonces, b""),
-        client_keys(secret, b"\x01" + nonces[1:], b""),
-        client_keys(secret, nonces, b"other terms"),
-        client_keys(secret + b"!", nonces, b""),
+        derive_client_keys(secret, nonces, b""),
+        derive_client_keys(secret, b"\x01" + nonces[1:], b""),
+        derive_client_keys(secret, nonces, b"other terms"),
+        derive_client_keys(secret + b"!", nonces, b""),
     ]
     assert len({key for keys in found for key in keys}) == 2 * len(found)
 

@@ -94,7 +94,7 @@ class RemoteProcess:
 
     def describe_end(self) -> str:
         """How the process ended, in words for people. Called once the connection is lost."""
-        reason = "" if self.connection.lost is None else f": {self.connection.lost}"
+        reason = "" if self.connection.loss_reason is None else f": {self.connection.loss_reason}"
         return f"the connection to {self.peer} is lost{reason}"
 
     def kill(self) -> None:
@@ -106,14 +106,14 @@ class RemoteProcess:
         """Tells the process why it cannot join. It ends."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Refuse(reason))
-            self.connection.ended(STOP_SECONDS)
+            self.connection.wait_for_end(STOP_SECONDS)
         self.connection.close()
 
     def stop(self) -> None:
         """Asks the process to leave, and waits until it has."""
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Shutdown())
-            self.connection.ended(STOP_SECONDS)  # an immediate close could arrive before the message
+            self.connection.wait_for_end(STOP_SECONDS)  # an immediate close could arrive before the message
         self.connection.close()
 
 
@@ -138,7 +138,7 @@ class JoinListener:
     @property
     def num_dropped(self) -> int:
         """Peers that were not accepted."""
-        return self._acceptor.dropped
+        return self._acceptor.num_dropped
 
     def close(self) -> None:
         """Stops listening. A second call does nothing."""

@@ -50,7 +50,9 @@ class JoinedLauncher:
     def take(self, process: RemoteProcess) -> bool:
         role = process.role
         with self._condition:
-            self._waiting[role] = [place for place in self._waiting[role] if not place.connection.ended(0.0)]
+            self._waiting[role] = [
+                place for place in self._waiting[role] if not place.connection.wait_for_end(0.0)
+            ]
             places = [place for place in self._processes if place.member.role is role]
             free = (
                 sum(place.room is None and place.is_running for place in places)
@@ -76,7 +78,7 @@ class JoinedLauncher:
 
     def _start(self, member: Member, settings: Settings, model: str) -> LaunchedProcess:
         joining = JoinOptions("", member.role.flag, model=model)
-        member.weights = fingerprint.of(self._path)
+        member.weights = fingerprint.compute_fingerprint(self._path)
         # No host is avoided: processes join from where they are started.
         process = LaunchedProcess(member, joining, settings, self._wait_for_process, lambda node: None)
         self._processes.append(process)
@@ -92,7 +94,7 @@ class JoinedLauncher:
                     for process in list(self._waiting[role]):
                         self._waiting[role].remove(process)
                         # The process may have left while it waited for a place.
-                        if not process.connection.ended(0.0):
+                        if not process.connection.wait_for_end(0.0):
                             place.room = room = JoinedRoom(
                                 process, place, self._choose_instruction_set(process)
                             )
@@ -136,7 +138,7 @@ class JoinedRoom:
         return None
 
     def wait(self) -> str:
-        while not self._process.connection.ended(POLL_SECONDS):
+        while not self._process.connection.wait_for_end(POLL_SECONDS):
             pass
         return self._process.describe_end()
 

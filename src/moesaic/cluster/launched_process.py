@@ -141,7 +141,7 @@ class LaunchedProcess:
     def stop(self) -> None:
         with contextlib.suppress(ConnectionLost):
             self.connection.send(messages.Shutdown())
-        if not self.connection.waits:
+        if not self.connection.is_waiting:
             self._end_event.wait(STOP_SECONDS)
         self.kill()
 

@@ -46,7 +46,7 @@ class Newcomers:
     @property
     def standbys(self) -> list[str]:
         """Hosts that watch this one and would take over."""
-        return [standby.host for standby in self._standbys if not standby.connection.ended(0.0)]
+        return [standby.host for standby in self._standbys if not standby.connection.wait_for_end(0.0)]
 
     def close(self) -> None:
         """Stops listening, and tells those that watch this cluster that it ends on purpose."""
@@ -54,7 +54,7 @@ class Newcomers:
         for standby in self._standbys:
             with contextlib.suppress(ConnectionLost):
                 standby.connection.send(messages.Shutdown())
-                standby.connection.ended(GOODBYE_SECONDS)
+                standby.connection.wait_for_end(GOODBYE_SECONDS)
             standby.connection.close()
 
     def _welcome(self, process: RemoteProcess) -> None:
@@ -70,7 +70,7 @@ class Newcomers:
             self._members.inbox.put(lambda: self._note(f"{process.peer} is refused: {refusal}"))
             process.refuse(refusal)
         elif self._members.is_supervised:
-            weights = fingerprint.of(self._model)
+            weights = fingerprint.compute_fingerprint(self._model)
             self._members.inbox.put(lambda: self._changes.join(process, weights))
         else:
             process.stop()
@@ -79,7 +79,9 @@ class Newcomers:
         """Keeps the connection of a standby. Its signs of life, and those to it, need nothing else."""
         LOG.info("%s stands by", process.host)
         with contextlib.suppress(ConnectionLost):
-            answer = messages.Enlisted(str(self._model), fingerprint.of(self._model), "")
+            answer = messages.Enlisted(str(self._model), fingerprint.compute_fingerprint(self._model), "")
             process.connection.send(answer)
-        connected_standbys = [standby for standby in self._standbys if not standby.connection.ended(0.0)]
+        connected_standbys = [
+            standby for standby in self._standbys if not standby.connection.wait_for_end(0.0)
+        ]
         self._standbys = [*connected_standbys, process]

@@ -39,7 +39,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.models import fingerprint
 from moesaic.policy.fleet.nodes import Resources, has, no_room, preferred, threads_that_fit
 from moesaic.transport import address as addresses
-from moesaic.transport.host import advertised
+from moesaic.transport.host import find_advertised_address
 
 SECRET_FILE = "~/.config/moesaic/cluster-secret"
 """The secret's file if --cluster-secret-file is not given."""
@@ -101,7 +101,7 @@ class RayLauncher:
         return replace(cluster, cluster_address=address, cluster_secret_file=str(file))
 
     def set_address(self, address: str) -> None:
-        self._address = str(advertised(addresses.parse(address)))
+        self._address = str(find_advertised_address(addresses.parse(address)))
 
     def start_worker(self, member: Member, config: WorkerConfig) -> LaunchedProcess:
         process = self._process(member, config.model.model, config)
@@ -195,7 +195,7 @@ class RayLauncher:
         self, member: Member, model: str, config: WorkerConfig | ExpertServerConfig
     ) -> LaunchedProcess:
         if not self._weights:
-            self._weights = fingerprint.of(self._path)
+            self._weights = fingerprint.compute_fingerprint(self._path)
         member.weights, member.host, member.host_id = self._weights, "", ""
         joining = JoinOptions(
             self._address,

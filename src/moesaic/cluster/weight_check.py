@@ -146,7 +146,7 @@ def _compare(
             if layer not in layout.prefixes or not 0 <= expert < layout.num_experts:
                 return equal, f"the checkpoint has no expert {expert} of layer {layer}"
             try:
-                own_digest = own_digests.of(layer, expert)
+                own_digest = own_digests.digest_of(layer, expert)
             except CheckpointError as error:
                 return equal, f"expert {expert} of layer {layer} cannot be compared: {error}"
             if digest != own_digest:

@@ -90,7 +90,7 @@ def time_operations(options: KernelsBench) -> Report:
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
     model_type = COMPRESSED if model.compressed else model.quantized
     types = options.types or tuple(dict.fromkeys((*USUAL, *((model_type,) if model_type else ()))))
-    if kernels.packed:
+    if kernels.can_use_quantized:
         return types
     packed_types = [name for name in options.types if is_packed(name)]
     if packed_types:

@@ -31,8 +31,8 @@ from moesaic.cost.reading import number_type, read
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels import table
 from moesaic.models import files, registry
-from moesaic.models.checkpoint import Claims, Listed
-from moesaic.models.files import Found
+from moesaic.models.checkpoint import Claims, IndexClaims
+from moesaic.models.files import FoundModel
 from moesaic.models.spec import ModelSpec
 from moesaic.planning import drafts, outlook
 from moesaic.planning.outlook import Memory, StreamedJob
@@ -94,7 +94,7 @@ def _restore_hub_names(message: str, folder: Path, name: str) -> str:
     return message.replace(f"{folder}/", f"{repository}:").replace(str(folder), repository)
 
 
-def _report(options: Doctor, name: str, source: Found) -> ModelReport:
+def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     raw = source.read()
     spec, problems = _ask_loader(source, name, raw)
     storage = _describe_storage(source, raw, spec)
@@ -110,7 +110,7 @@ def _report(options: Doctor, name: str, source: Found) -> ModelReport:
     return _judge(report, target, context, command, machine.hub_cache_free)
 
 
-def _ask_loader(source: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
+def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
     """What the loader says about a model: its sizes, and the errors that it would raise."""
     problems: list[str] = []
 
@@ -133,7 +133,7 @@ def _ask_loader(source: Found, model: str, raw: dict[str, Any]) -> tuple[ModelSp
     return spec, problems
 
 
-def _claims(source: Found, raw: dict[str, Any]) -> Claims | None:
+def _claims(source: FoundModel, raw: dict[str, Any]) -> Claims | None:
     """The tensors of a checkpoint, from the headers of its files or from its index.
 
     An index does not say which matrices are quantised, so it is not used for a quantised checkpoint.
@@ -143,10 +143,10 @@ def _claims(source: Found, raw: dict[str, Any]) -> Claims | None:
     configs = [config for config in (raw, raw.get(TEXT)) if isinstance(config, dict)]
     if source.index is None or not all(map(unquantized, configs)):
         return None
-    return Listed(source.index.parent)
+    return IndexClaims(source.index.parent)
 
 
-def _describe_storage(source: Found, raw: dict[str, Any], spec: ModelSpec | None) -> Storage:
+def _describe_storage(source: FoundModel, raw: dict[str, Any], spec: ModelSpec | None) -> Storage:
     """How the checkpoint is stored: by its files if they are here, else by its config.json."""
     inner = raw.get(TEXT)
     quantization = raw.get(
@@ -200,12 +200,12 @@ class TargetMachine:
         return float(NUMBER_BYTES.get(loaded_type, NUMBER_BYTES["bfloat16"])) if self.gpu else ROW_BYTES
 
 
-def _choose_target(options: Doctor, source: Found, machine: Machine, measure: bool) -> TargetMachine:
+def _choose_target(options: Doctor, source: FoundModel, machine: Machine, measure: bool) -> TargetMachine:
     figures = None
     if options.hardware not in (THIS, NONE):
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
-        local_directory = source.directory if source.here else None
+        local_directory = source.directory if source.has_weights else None
         directory = nearest_existing(Path(machine.hub_cache)) if local_directory is None else local_directory
         directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
@@ -221,7 +221,7 @@ class _Command:
     """Writes the commands that run a model."""
 
     options: Doctor
-    source: Found
+    source: FoundModel
 
     @property
     def _model(self) -> str:
@@ -300,7 +300,7 @@ def _with_drafts(
     return replace(report, drafts=drafts.list_drafts(price), drafts_by="the machine's figures")
 
 
-def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, source: Found) -> ModelSizes:
+def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, source: FoundModel) -> ModelSizes:
     """The sizes of a model as it is computed here. Files that are here say what quantised experts take."""
     directory = source.directory
     if target.gpu:

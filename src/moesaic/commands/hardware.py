@@ -98,5 +98,7 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
     sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed_type)
     converting = None
     with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
-        converting = offloaded.conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None
+        converting = (
+            offloaded.find_conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None
+        )
     return replace(effort, products=sizes, converting=None if converting is None else Converting(*converting))

@@ -13,7 +13,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.planning.serving import estimate_job, plan_server
-from moesaic.runtime.model_loading import gpus_of
+from moesaic.runtime.model_loading import count_gpus
 from moesaic.runtime.offloaded import paged_layout
 from moesaic.trace.options import RecordConfig
 
@@ -51,7 +51,7 @@ def plan_server_worker(
 
 def find_machine(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, int]:
     """The figures of the machine, measured now unless they are given, and the number of its GPUs."""
-    path, gpus = files.resolve(worker.model.model, worker.model.revision), gpus_of(worker.model)
+    path, gpus = files.resolve(worker.model.model, worker.model.revision), count_gpus(worker.model)
     name = offload.hardware
     machine = hardware.now(str(path), "cuda" if gpus else "cpu") if name is None else find_hardware(name)
     return machine, gpus

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.sizes import ModelSizes
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 from moesaic.models.spec import ModelSpec
 from moesaic.planning.drafts import Drafts
 from moesaic.planning.outlook import REQUESTS, Fit, Speed, StreamedJob, choose_lengths
@@ -166,7 +166,7 @@ def show(report: ModelReport) -> None:
 
 def _facts(report: ModelReport) -> dict[str, str]:
     sizes, storage = report.sizes, report.storage
-    rows = {"family": shown(str(report.model_type))}
+    rows = {"family": shorten(str(report.model_type))}
     if sizes is not None:
         dense = sizes.layers - sizes.moe_layers
         rows["layers"] = f"{sizes.layers}, {f'{dense} of them' if dense else 'none'} without routed experts"
@@ -175,9 +175,9 @@ def _facts(report: ModelReport) -> dict[str, str]:
         rows["parameters"] = f"{in_words(sizes.parameters)}, {active} of them for a token"
     if report.context is not None:
         rows["context"] = f"{report.context} tokens"
-    method = "" if storage.quantization is None else f", quantization {shown(storage.quantization)}"
+    method = "" if storage.quantization is None else f", quantization {shorten(storage.quantization)}"
     size = f", {in_bytes(storage.bytes)} in {_files(storage.files)}" if storage.files else ""
-    rows["stored"] = f"{shown(storage.type)}{method}{size}"
+    rows["stored"] = f"{shorten(storage.type)}{method}{size}"
     if storage.download is not None:
         rows["download"] = in_bytes(storage.download)
     return rows

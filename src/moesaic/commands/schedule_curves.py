@@ -91,7 +91,7 @@ def _ratio(threads: int) -> float | None:
     """Measured with the kernels that are chosen here, in the type of most checkpoints if they store it."""
     kernels = table.pick("cpu")
     kernels.set_threads(threads, False)
-    dtype = torch.bfloat16 if torch.bfloat16 in kernels.stored else torch.float32
+    dtype = torch.bfloat16 if torch.bfloat16 in kernels.unconverted_dtypes else torch.float32
     matrices = [random((HIDDEN, HIDDEN), dtype, "cpu") for _ in range(MATRICES)]
 
     def run(rows: int) -> None:
@@ -100,7 +100,7 @@ def _ratio(threads: int) -> float | None:
             kernels.linear(states, matrix)
 
     cache_key = {"kernels": kernels.name, "threads": threads, "sizes": (HIDDEN, MATRICES), "type": str(dtype)}
-    return measuring.ratio(run, cache_key)
+    return measuring.measure_ratio(run, cache_key)
 
 
 def _run_milliseconds(curve: Curve, experts: int) -> dict[int, float]:

@@ -156,12 +156,13 @@ class Tables:
             raise self.wrong(key, value, "a number above 0" if above else "a number of at least 0")
         return float(value)
 
-    def only(self, table: Mapping[str, Any], before: str, *allowed: str) -> None:
+    def only(self, table: Mapping[str, Any], before: str, *allowed_values: str) -> None:
         """Refuses other keys than these."""
-        unknown = [key for key in table if key not in allowed]
+        unknown = [key for key in table if key not in allowed_values]
         if unknown:
             raise ConfigError(
-                f"{self.flag}: {self.name}: unknown {before}{unknown[0]}; allowed: {', '.join(allowed)}"
+                f"{self.flag}: {self.name}: unknown {before}{unknown[0]}; "
+                f"allowed: {', '.join(allowed_values)}"
             )
 
     def wrong(self, key: str, value: object, allowed: str) -> ConfigError:

@@ -44,13 +44,13 @@ class AnswerCheck:
 
         At most one server is blamed for a submission, so that one request cannot take down all servers.
         """
-        found, submission = call.not_finite(indices), call.submission
-        if found is None or submission.blamed:
+        nonfinite_row, submission = call.find_nonfinite_row(indices), call.submission
+        if nonfinite_row is None or submission.has_blamed_server:
             return None
-        row, experts = found
+        row, experts = nonfinite_row
         layer, hidden = submission.layer, submission.row(row)
-        submission.blamed = all(self._finite(layer, expert, hidden) for expert in experts.tolist())
-        if not submission.blamed:
+        submission.has_blamed_server = all(self._finite(layer, expert, hidden) for expert in experts.tolist())
+        if not submission.has_blamed_server:
             return None
         return f"answered NaN or infinities for expert {', '.join(map(str, experts))} of layer {layer}"
 
@@ -58,17 +58,17 @@ class AnswerCheck:
 class Recompute:
     """Computes single pairs of the checkpoint at `path` with the reference kernels. Keeps no weights."""
 
-    def __init__(self, path: Path, layout: ExpertLayout, mapped: bool) -> None:
-        self._path, self._layout, self._mapped = path, layout, mapped
+    def __init__(self, path: Path, layout: ExpertLayout, use_mmap: bool) -> None:
+        self._path, self._layout, self._use_mmap = path, layout, use_mmap
 
-    def finite(self, layer: int, expert: int, row: FloatRows) -> bool:
+    def is_finite(self, layer: int, expert: int, row: FloatRows) -> bool:
         """Whether the expert's answer to `row` [h] is finite. Reads its weights, which takes milliseconds.
 
         False as well where the weights cannot be read any more, so that nobody is blamed for that.
         """
         kernels, dtype = table.pick("cpu", "reference"), self._layout.dtype
         try:
-            read = registry.load_experts(self._path, kernels, {layer: [expert]}, "cpu", dtype, self._mapped)
+            read = registry.load_experts(self._path, kernels, {layer: [expert]}, "cpu", dtype, self._use_mmap)
         except CheckpointError as error:
             LOG.warning("cannot tell who is at fault for an answer that is not finite: %s", error)
             return False

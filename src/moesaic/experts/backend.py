@@ -14,7 +14,7 @@ class CallPairs:
     """Pairs of one call.
 
     The arrays are views, for example of memory shared with the client, and are not copied. Of a call whose
-    rows stay on GPUs, `hidden` and `out` are tensors on the backend's GPU.
+    rows stay on GPUs, `hidden` and `results` are tensors on the backend's GPU.
     """
 
     hidden: Any
@@ -23,9 +23,9 @@ class CallPairs:
     """[p] row of `hidden` of each pair."""
     experts: IntArray
     """[p] expert of each pair."""
-    out: Any
+    results: Any
     """[q, h] float32 results, as `hidden`."""
-    lines: IntArray
+    result_rows: IntArray
     """[p] row of `out` that receives each pair's result."""
 
 
@@ -43,16 +43,16 @@ class ExpertBackend(Protocol):
         ...
 
     @property
-    def held(self) -> dict[int, list[int]]:
+    def resident_experts(self) -> dict[int, list[int]]:
         """Layer -> the experts whose weights are loaded."""
         ...
 
-    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Load these experts too. wanted: layer -> expert ids."""
+    def load(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
+        """Load these experts too. experts_by_layer: layer -> expert ids."""
         ...
 
-    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Drop all experts except these. wanted: layer -> expert ids."""
+    def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
+        """Drop all experts except these. experts_by_layer: layer -> expert ids."""
         ...
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:

@@ -26,61 +26,61 @@ class BarrierClient:
         """
         self._work: bool | None = None
         """The `work` flag to arrive with. None when the client does not wait at the barrier."""
-        self._told: list[ServerConnection] = []
+        self._arrived_connections: list[ServerConnection] = []
         """Connections on which it has arrived with this flag.
 
         A server that was started again has a new connection, and does not know of a call on the old one.
         """
-        self._passed = False
+        self._has_passed = False
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """True from `enter` until `entered` has returned True."""
-        return self._work is not None or self._passed
+        return self._work is not None or self._has_passed
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True while it waits at the barrier without rows: it waits for requests, not for experts."""
         return self._work is False
 
     def enter(self, work: bool) -> None:
         """Wait at the barrier, with rows to compute or without. Call it again when that changes."""
-        self._work, self._told = work, []
+        self._work, self._arrived_connections = work, []
 
-    def entered(self) -> bool:
+    def poll(self) -> bool:
         """Returns True once after the barrier opened."""
-        passed, self._passed = self._passed, False
-        return passed
+        has_passed, self._has_passed = self._has_passed, False
+        return has_passed
 
-    def arrive(self, ends: Sequence[ServerConnection]) -> None:
+    def arrive(self, connections: Sequence[ServerConnection]) -> None:
         """Arrive at the barrier of each of these servers, unless it has done so already."""
         if self._work is None:
             return
-        for end in ends:
-            if not any(told is end for told in self._told):
-                self._arrive(end, self._work)
+        for connection in connections:
+            if not any(told is connection for told in self._arrived_connections):
+                self._arrive(connection, self._work)
 
-    def _arrive(self, end: ServerConnection, work: bool) -> None:
+    def _arrive(self, connection: ServerConnection, work: bool) -> None:
         try:
-            call = end.caller.open(wire.ARRIVAL_BYTES, 1, 4 * self._hidden)
+            call = connection.caller.open(wire.ARRIVAL_BYTES, 1, 4 * self._hidden)
             if call is not None:
-                wire.arrive(call.request, self._hidden, work, self._step, self._worker)
-                end.caller.post(call)
-                self._told.append(end)
-                end.barrier_calls.add(call.number)
+                wire.write_arrival(call.request, self._hidden, work, self._step, self._worker)
+                connection.caller.post(call)
+                self._arrived_connections.append(connection)
+                connection.barrier_calls.add(call.number)
         except ConnectionLost:
             pass  # the next poll of this connection reports it
 
-    def answered(self, end: ServerConnection, call: Call) -> None:
+    def on_answer(self, connection: ServerConnection, call: Call) -> None:
         """Handle the answer to a call that has no request for experts.
 
         If the call did not arrive at a barrier either, it is an old call that was answered twice. It is
         ignored. So is the answer of a barrier that opens late, for a step that this client has begun before.
         """
-        if call.number not in end.barrier_calls:
+        if call.number not in connection.barrier_calls:
             return
-        end.barrier_calls.discard(call.number)
-        begun = wire.read_begun(call.answer)
-        end.caller.release(call)
-        if self._work is not None and begun >= self._step:
-            self._work, self._told, self._passed, self._step = None, [], True, begun + 1
+        connection.barrier_calls.discard(call.number)
+        step = wire.read_step_begun(call.answer)
+        connection.caller.release(call)
+        if self._work is not None and step >= self._step:
+            self._work, self._arrived_connections, self._has_passed, self._step = None, [], True, step + 1

@@ -22,7 +22,7 @@ import torch
 from moesaic.core.experts import Directory
 from moesaic.core.messages import FaultyServer, JoinJob
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.kernels.moving import arrays
+from moesaic.kernels.moving import to_host_arrays
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
@@ -66,7 +66,7 @@ class ExpertRequest:
 
         They are kept because a recorded step submits the same request at every replay.
         """
-        hidden, ids, weights = arrays((self.hidden, self.expert_ids, self.weights))
+        hidden, ids, weights = to_host_arrays((self.hidden, self.expert_ids, self.weights))
         assert hidden is not None and ids is not None
         flat = None if weights is None else weights.reshape(-1)
         return RequestArrays(hidden, ids.reshape(-1), flat, self.expert_ids.shape[1])
@@ -128,7 +128,7 @@ class ExpertServers(Protocol):
         """Join a job of GPUs, with the servers. A client that asks them by other means only does nothing."""
         ...
 
-    def faulty(self) -> list[FaultyServer]:
+    def take_faulty_servers(self) -> list[FaultyServer]:
         """The servers that were given up for their answers since the last call."""
         ...
 
@@ -143,7 +143,7 @@ class ExpertServers(Protocol):
         """Wait at the barrier of a step that all workers begin together. work: with rows or without."""
         ...
 
-    def passed_barrier(self) -> bool:
+    def poll_barrier(self) -> bool:
         """True once after `enter_barrier`, when all workers begin the step."""
         ...
 
@@ -164,7 +164,7 @@ class NoServers:
     def meet(self, place: JoinJob) -> None:
         """There is nobody to meet."""
 
-    def faulty(self) -> list[FaultyServer]:
+    def take_faulty_servers(self) -> list[FaultyServer]:
         return []
 
     def wait(self, timeout: float | None, wakeup: int) -> bool:
@@ -175,7 +175,7 @@ class NoServers:
         """Has no barrier."""
         raise RuntimeError("the barrier schedule needs expert servers")
 
-    def passed_barrier(self) -> bool:
+    def poll_barrier(self) -> bool:
         return False
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class DirectExperts:
         self._kernels = kernels
         self._rows = rows
         self._answer: tuple[RequestHandle, torch.Tensor] | None = None
-        self._submitted = 0
+        self._num_submitted = 0
         self._memory: torch.Tensor | None = None
         """[rows, k, h] of every answer, allocated at the first one. The system provides only the pages that a
         step reaches. Fresh memory for each answer took a fifth of the time of a prefill."""
@@ -200,10 +200,10 @@ class DirectExperts:
         """Raises ValueError for a request of partial sums."""
         if request.weights is not None:
             raise ValueError("partial sums are for expert servers: a direct call sends nothing")
-        handle = RequestHandle(self._submitted)
-        self._submitted += 1
-        out = self._answer_memory(request.hidden, request.expert_ids)
-        rows = self._kernels.experts(self._weights[request.layer], request.hidden, request.expert_ids, out)
+        handle = RequestHandle(self._num_submitted)
+        self._num_submitted += 1
+        target = self._answer_memory(request.hidden, request.expert_ids)
+        rows = self._kernels.experts(self._weights[request.layer], request.hidden, request.expert_ids, target)
         self._answer = (handle, rows)
         return handle
 

@@ -24,18 +24,18 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-Made = TypeVar("Made", bound=Closable)
+ConnectionT = TypeVar("ConnectionT", bound=Closable)
 
 
-def as_it_is(caller: Caller) -> Caller:
+def return_unchanged(caller: Caller) -> Caller:
     """The connection itself."""
     return caller
 
 
-class Connecting(Generic[Made]):
+class Connecting(Generic[ConnectionT]):
     """Tries to reach each server until it succeeds or is stopped."""
 
-    def __init__(self, dial: Callable[[str, bytes], Made], wakeup: Wakeup) -> None:
+    def __init__(self, dial: Callable[[str, bytes], ConnectionT], wakeup: Wakeup) -> None:
         """Create one that has nothing to do yet.
 
         dial: makes a connection to an address with a secret, in a thread of its own. Raises MoesaicError or
@@ -43,49 +43,49 @@ class Connecting(Generic[Made]):
         """
         self._dial = dial
         self._wakeup = wakeup
-        self._made: deque[tuple[ServerEntry, Made]] = deque()
-        self._wanted: dict[int, threading.Event] = {}
+        self._connections: deque[tuple[ServerEntry, ConnectionT]] = deque()
+        self._stop_events: dict[int, threading.Event] = {}
         self._stopping = threading.Lock()
         """So nothing is made any more once it was stopped."""
 
     def start(self, entry: ServerEntry, secret: bytes) -> None:
         """Connect to a server. An earlier attempt for the same id ends."""
         self.stop(entry.server)
-        stopped = self._wanted[entry.server] = threading.Event()
-        arguments = (entry, secret, stopped)
+        stop_event = self._stop_events[entry.server] = threading.Event()
+        arguments = (entry, secret, stop_event)
         threading.Thread(target=self._connect, args=arguments, name="connecting", daemon=True).start()
 
     def stop(self, server: int) -> None:
         """Stop connecting to this server id."""
-        stopped = self._wanted.pop(server, None)
-        if stopped is not None:
+        stop_event = self._stop_events.pop(server, None)
+        if stop_event is not None:
             with self._stopping:
-                stopped.set()
+                stop_event.set()
 
-    def made(self) -> list[tuple[ServerEntry, Made]]:
+    def take_connections(self) -> list[tuple[ServerEntry, ConnectionT]]:
         """The connections made since the last call, except those that were stopped meanwhile."""
-        found = []
-        while self._made:
-            found.append(self._made.popleft())
-        return found
+        connections = []
+        while self._connections:
+            connections.append(self._connections.popleft())
+        return connections
 
-    def _connect(self, entry: ServerEntry, secret: bytes, stopped: threading.Event) -> None:
+    def _connect(self, entry: ServerEntry, secret: bytes, stop_event: threading.Event) -> None:
         address = entry.endpoint.seen_from(this_host())
-        while not stopped.is_set():
+        while not stop_event.is_set():
             try:
-                made = self._dial(address, secret)
+                connection = self._dial(address, secret)
             except (MoesaicError, OSError) as error:
                 LOG.debug("expert server %d at %s: %s", entry.server, address, error)
-                stopped.wait(RETRY_SECONDS)
+                stop_event.wait(RETRY_SECONDS)
                 continue
             with self._stopping:
-                wanted = not stopped.is_set()
-                if wanted:
-                    self._made.append((entry, made))
-            if wanted:
+                is_wanted = not stop_event.is_set()
+                if is_wanted:
+                    self._connections.append((entry, connection))
+            if is_wanted:
                 self._wakeup.ring()
             else:
-                made.close()
+                connection.close()
             return
 
 
@@ -97,7 +97,7 @@ class Connector(Connecting[Caller]):
         heap_bytes: int,
         wakeup: Wakeup,
         transport: HostTransport = "shm",
-        wrap: Callable[[Caller], Caller] = as_it_is,
+        wrap: Callable[[Caller], Caller] = return_unchanged,
     ) -> None:
         """heap_bytes: memory for the open calls of each connection. wakeup: rung when a connection was made.
 

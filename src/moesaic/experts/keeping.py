@@ -16,7 +16,7 @@ from moesaic.experts.backend import ExpertBackend
 
 LOG = logging.getLogger(__name__)
 
-Loaded = tuple[ExpertBackend, Callable[[], ResidencyStats]]
+BackendAndStats = tuple[ExpertBackend, Callable[[], ResidencyStats]]
 """A backend, and what is counted of its experts."""
 
 
@@ -24,35 +24,35 @@ class KeptExperts:
     """What a server that joined has loaded. It stays in memory when the supervisor is gone."""
 
     def __init__(self) -> None:
-        self.made = 0
+        self.num_loads = 0
         """Backends that were made, each of which loads its experts."""
         self.membership = JobMembership()
         """Of this process in a job of GPUs."""
-        self._loaded: Loaded | None = None
-        self._of: object = None
+        self._kept: BackendAndStats | None = None
+        self._settings: object = None
         """The settings and files that `_loaded` depends on."""
 
     @property
-    def held(self) -> dict[int, list[int]]:
+    def resident_experts(self) -> dict[int, list[int]]:
         """Layer -> the experts that are in memory."""
-        return {} if self._loaded is None else self._loaded[0].held
+        return {} if self._kept is None else self._kept[0].resident_experts
 
     def get(
-        self, config: ExpertServerConfig, stamp: str, make: Callable[[ExpertServerConfig], Loaded]
-    ) -> Loaded:
+        self, config: ExpertServerConfig, stamp: str, make: Callable[[ExpertServerConfig], BackendAndStats]
+    ) -> BackendAndStats:
         """The backend for these settings: the one that is there, or a new one by `make`.
 
         stamp: of the checkpoint's files. The old backend is gone before a new one loads anything.
         """
-        of = (
+        settings = (
             *(config.model, config.layout, config.kernels, config.mmap, config.fast_memory),
             *(config.device, config.threads, stamp),
         )
-        if self._loaded is not None and self._of == of:
+        if self._kept is not None and self._settings == settings:
             LOG.info("the experts that were loaded before are still there")
-            return self._loaded
-        self._loaded = None
+            return self._kept
+        self._kept = None
         gc.collect()  # errors may still refer to the work with the last supervisor
-        self._of, self.made = of, self.made + 1
-        self._loaded = make(config)
-        return self._loaded
+        self._settings, self.num_loads = settings, self.num_loads + 1
+        self._kept = make(config)
+        return self._kept

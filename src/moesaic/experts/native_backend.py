@@ -17,31 +17,31 @@ class NativeBackend:
     """An ExpertBackend on the compiled kernels. `take` and `keep` may run in another thread than `run`."""
 
     def __init__(
-        self, path: Path, layout: ExpertLayout, kernels: str, threads: int, mapped: bool = True
+        self, path: Path, layout: ExpertLayout, kernels: str, threads: int, use_mmap: bool = True
     ) -> None:
         self.device_name = ""
         self.name = f"native ({plain.use(None if kernels == 'auto' else kernels)})"
         plain.set_threads(threads, pin=False)
-        self._store = Store(path, layout, mapped)
+        self._store = Store(path, layout, use_mmap)
         self._reading = threading.Lock()
         """Locked while the kernel reads weights, which must not be dropped meanwhile."""
         self._size = layout.hidden, layout.width
-        self._stored = {layer: expert_code(layout.dtype_of(layer)) for layer in layout.layers}
+        self._dtype_codes = {layer: expert_code(layout.dtype_of(layer)) for layer in layout.layers}
         self._activation = layout.activation
 
     @property
-    def held(self) -> dict[int, list[int]]:
-        return self._store.held
+    def resident_experts(self) -> dict[int, list[int]]:
+        return self._store.resident_experts
 
-    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        self._store.take(wanted)
+    def load(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
+        self._store.load(experts_by_layer)
 
-    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+    def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
         with self._reading:
-            self._store.keep(wanted)
+            self._store.keep_only(experts_by_layer)
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
-        found = [(part.hidden, part.rows, part.experts, part.out, part.lines) for part in parts]
+        calls = [(part.hidden, part.rows, part.experts, part.results, part.result_rows) for part in parts]
         with self._reading:
-            stored = self._stored[layer]
-            plain.experts(self._store.table(layer), self._size, stored, found, self._activation)
+            dtype_code = self._dtype_codes[layer]
+            plain.experts(self._store.table(layer), self._size, dtype_code, calls, self._activation)

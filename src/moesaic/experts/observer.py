@@ -23,35 +23,35 @@ if TYPE_CHECKING:  # the client needs torch, which a server on the native kernel
 class ClientObserver(Protocol):
     """Follows the requests of one worker to its expert servers."""
 
-    def sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None:
+    def on_request_sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None:
         """The pairs of `request` were sent to their servers. Sending began at `began`."""
         ...
 
-    def answered(self, handle: RequestHandle, began: float) -> None:
+    def on_answer(self, handle: RequestHandle, began: float) -> None:
         """A poll that began at `began` found the complete answer."""
         ...
 
-    def collected(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None:
+    def on_pairs_received(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None:
         """These pairs came in, by request. Looking for them began at `began`."""
         ...
 
-    def released(self, handle: RequestHandle) -> None:
+    def on_answer_released(self, handle: RequestHandle) -> None:
         """The answer is no longer needed."""
         ...
 
-    def waited(self, began: float) -> None:
+    def on_wait(self, began: float) -> None:
         """The worker had nothing to compute since `began`."""
         ...
 
-    def at_barrier(self, waiting: bool) -> None:
+    def on_barrier(self, waiting: bool) -> None:
         """True: the worker has rows and waits at the barrier of a step. False: it passed, or has no rows."""
         ...
 
 
-class Routes(Protocol):
+class RouteObserver(Protocol):
     """Follows which server answers for which pair."""
 
-    def sent(self, layer: int, experts: IntArray, servers: IntArray) -> None:
+    def on_rows_sent(self, layer: int, experts: IntArray, servers: IntArray) -> None:
         """Rows were sent. experts: [n * k]. servers: [n * k] into which the client writes who answered."""
         ...
 
@@ -59,11 +59,11 @@ class Routes(Protocol):
 class ServerObserver(Protocol):
     """Follows the runs of one expert server."""
 
-    def queued(self, pairs: int) -> None:
+    def on_queue_changed(self, pairs: int) -> None:
         """The number of pairs that wait to be computed has changed to `pairs`."""
         ...
 
-    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
+    def on_run_computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
         """A run computed `parts`, which came from so many clients. It began at `began`."""
         ...
 
@@ -71,25 +71,25 @@ class ServerObserver(Protocol):
 class UnobservedClient:
     """A ClientObserver that ignores everything."""
 
-    def sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None: ...
+    def on_request_sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None: ...
 
-    def answered(self, handle: RequestHandle, began: float) -> None: ...
+    def on_answer(self, handle: RequestHandle, began: float) -> None: ...
 
-    def collected(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None: ...
+    def on_pairs_received(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None: ...
 
-    def released(self, handle: RequestHandle) -> None: ...
+    def on_answer_released(self, handle: RequestHandle) -> None: ...
 
-    def waited(self, began: float) -> None: ...
+    def on_wait(self, began: float) -> None: ...
 
-    def at_barrier(self, waiting: bool) -> None: ...
+    def on_barrier(self, waiting: bool) -> None: ...
 
 
 class UnobservedServer:
     """A ServerObserver that ignores everything."""
 
-    def queued(self, pairs: int) -> None: ...
+    def on_queue_changed(self, pairs: int) -> None: ...
 
-    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None: ...
+    def on_run_computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None: ...
 
 
 class ServerTrace:
@@ -104,11 +104,11 @@ class ServerTrace:
     def __init__(self, track: Track) -> None:
         self._track = track
 
-    def queued(self, pairs: int) -> None:
+    def on_queue_changed(self, pairs: int) -> None:
         self._track.count("pairs waiting", pairs)
 
-    def computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
+    def on_run_computed(self, layer: int, parts: Sequence[CallPairs], clients: int, began: float) -> None:
         end = self._track.now()
         experts = np.concatenate([part.experts for part in parts])
-        found = {"pairs": len(experts), "experts": len(np.unique(experts))}
-        self._track.span(f"layer {layer}", began, end, **found, clients=clients)
+        counts = {"pairs": len(experts), "experts": len(np.unique(experts))}
+        self._track.span(f"layer {layer}", began, end, **counts, clients=clients)

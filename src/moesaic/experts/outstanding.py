@@ -23,10 +23,10 @@ from moesaic.transport.calls import Call, Caller
 @lru_cache(maxsize=64)
 def every_pair(pairs: int, top_k: int) -> tuple[IntArray, IntArray]:
     """All pairs of a submission [p], and the row of each. The arrays are cached and read-only."""
-    found = np.arange(pairs)
-    rows: IntArray = found // top_k
-    found.flags.writeable = rows.flags.writeable = False
-    return found, rows
+    pairs_array = np.arange(pairs)
+    rows: IntArray = pairs_array // top_k
+    pairs_array.flags.writeable = rows.flags.writeable = False
+    return pairs_array, rows
 
 
 @dataclass(eq=False)
@@ -42,27 +42,27 @@ class Submission:
     gate_weights: FloatRows | None
     """[n * k] the gate weight of each pair, where partial sums are wanted."""
     top_k: int
-    out: Any | None = None
+    answer: Any | None = None
     """[n * k, h] the answer so far, or None before the first part of it.
 
     Where one call brings the whole answer it stays in the call's memory. Otherwise it is in memory of its
     own.
     """
-    inside: Call | None = None
+    answer_call: Call | None = None
     """The call whose memory has `out`."""
     give_back: Callable[[], None] | None = None
     """Frees the memory of `out`. Where that is a call's memory, it is set when the call is complete."""
-    missing: int = field(init=False)
+    num_missing: int = field(init=False)
     """Pairs and empty calls without an answer."""
-    whole: bool = False
+    has_empty_calls: bool = False
     """Some server got an empty call. Then nothing is reported before the whole answer is here."""
-    unsent: list[IntArray] = field(default_factory=list)
+    unsent_pairs: list[IntArray] = field(default_factory=list)
     """Pairs that no server could take yet."""
     attempt: int = 0
     """How often pairs of it were sent again."""
-    blamed: bool = False
+    has_blamed_server: bool = False
     """A server was given up for its answer."""
-    released: bool = False
+    is_released: bool = False
     """The answer is no longer needed."""
     servers: IntArray | None = None
     """[n * k] whose answer was taken for each pair, -1 before. None: nobody wants to know."""
@@ -70,30 +70,30 @@ class Submission:
     """Where servers read the rows on the GPU. None: the rows are sent."""
 
     def __post_init__(self) -> None:
-        self.missing = len(self.experts)
+        self.num_missing = len(self.experts)
 
     def answer_memory(self, memory: AnswerMemory) -> Any:
         """`out`, allocated for answers that come in several parts."""
-        if self.out is None:
-            taken, self.out = memory.take(len(self.experts), self.hidden.shape[1])
-            self.give_back = partial(memory.give_back, taken)
-        return self.out
+        if self.answer is None:
+            block, self.answer = memory.take(len(self.experts), self.hidden.shape[1])
+            self.give_back = partial(memory.give_back, block)
+        return self.answer
 
     def move(self, memory: AnswerMemory) -> bool:
         """Copy an answer out of its call's memory, which others need. Returns False if it is not there."""
-        if self.inside is None or self.out is None or self.give_back is None:
+        if self.answer_call is None or self.answer is None or self.give_back is None:
             return False
-        answer, give_back, self.out, self.inside = self.out, self.give_back, None, None
+        answer, give_back, self.answer, self.answer_call = self.answer, self.give_back, None, None
         memory.copy(self.answer_memory(memory), answer)
         give_back()
         return True
 
     def release(self) -> None:
         """The answer is no longer needed. Parts that come in later are ignored."""
-        self.released = True
+        self.is_released = True
         if self.give_back is not None:
             self.give_back()
-        self.out = self.inside = self.give_back = None
+        self.answer = self.answer_call = self.give_back = None
 
     def gate_weights_of(self, pairs: IntArray) -> FloatRows | None:
         """[p] the gate weights of these pairs."""
@@ -107,10 +107,10 @@ class Submission:
         if len(pairs) == len(self.experts):
             return None, every_pair(len(pairs), self.top_k)[1]
         row_of = pairs // self.top_k
-        used = np.zeros(len(self.hidden), dtype=bool)
-        used[row_of] = True
-        index: IntArray = (np.cumsum(used) - 1)[row_of]
-        return np.flatnonzero(used), index
+        is_used = np.zeros(len(self.hidden), dtype=bool)
+        is_used[row_of] = True
+        index: IntArray = (np.cumsum(is_used) - 1)[row_of]
+        return np.flatnonzero(is_used), index
 
     def row(self, number: int) -> FloatRows:
         """[h] one row, on the host. From a GPU the host waits for it."""
@@ -128,15 +128,15 @@ class OpenCall:
     call: Call
     version: int
     """Version of the directory that it was routed by."""
-    left: int = field(init=False)
+    num_missing: int = field(init=False)
     """Pairs without an answer; 1 for an empty call without an answer."""
-    _arrived: npt.NDArray[np.bool_] | None = None
+    _answered_mask: npt.NDArray[np.bool_] | None = None
     """[p] whether each pair has its answer. None before the first part of the answer."""
-    relayed: RelayedCall | None = None
+    relayed_call: RelayedCall | None = None
     """The call that this one is a part of, if another server passes it on or sends further parts with it."""
 
     def __post_init__(self) -> None:
-        self.left = max(1, len(self.pairs))
+        self.num_missing = max(1, len(self.pairs))
 
     @property
     def _width(self) -> int:
@@ -148,44 +148,44 @@ class OpenCall:
         Returns their pairs, and how many of them are new: a transport may repeat itself.
         """
         fresh, submission = self._mark(indices), self.submission
-        if not len(self.pairs) or submission.released:
+        if not len(self.pairs) or submission.is_released:
             return self.pairs[:0], fresh
-        if submission.out is None and fresh == len(submission.experts):
+        if submission.answer is None and fresh == len(submission.experts):
             # The usual case: the whole answer comes at once. It stays in the call's memory.
-            submission.out, submission.inside = memory.answer(self.call, self._width), self.call
+            submission.answer, submission.answer_call = memory.answer(self.call, self._width), self.call
             return self.pairs, fresh
         pairs = self.pairs[indices]
         answer = memory.answer(self.call, self._width)
         memory.put(submission.answer_memory(memory), pairs, answer, indices)
         return pairs, fresh
 
-    def not_finite(self, indices: IntArray) -> tuple[int, IntArray] | None:
+    def find_nonfinite_row(self, indices: IntArray) -> tuple[int, IntArray] | None:
         """A row of these rows of the answer that has NaN or infinities, though its hidden state is finite.
 
         Returns the row of the submission, and the experts whose answers are in it. None: there is no such
         row.
         """
-        if not len(self.pairs) or self.submission.released:
+        if not len(self.pairs) or self.submission.is_released:
             return None
-        for index in self._broken(indices):
+        for index in self._select_nonfinite(indices):
             pairs = self._pairs_of(int(index))
             row = int(pairs[0]) // self.submission.top_k
             if np.isfinite(self.submission.row(row)).all():
                 return row, self.submission.experts[pairs]
         return None
 
-    def _broken(self, indices: IntArray) -> IntArray:
+    def _select_nonfinite(self, indices: IntArray) -> IntArray:
         """Those of these rows of the answer that have NaN or infinities.
 
         Where rows stay on GPUs the server says it of each row, so that the host need not wait for its own.
         """
         if self.submission.place is not None:
             flags = np.frombuffer(self.call.answer, np.uint8)
-            broken: IntArray = indices[flags[indices] == 0]
-            return broken
+            nonfinite: IntArray = indices[flags[indices] == 0]
+            return nonfinite
         answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, self._width)
-        some = answer[indices] if len(indices) < len(answer) else answer
-        if np.isfinite(some).all():
+        rows = answer[indices] if len(indices) < len(answer) else answer
+        if np.isfinite(rows).all():
             return indices[:0]
         return indices[~np.isfinite(answer[indices]).all(axis=1)]
 
@@ -198,28 +198,28 @@ class OpenCall:
 
         `release` frees the call's memory. It is called when the answer is no longer needed there.
         """
-        if self.relayed is not None:
-            self.relayed.end(self)
-        elif self.submission.inside is self.call:
+        if self.relayed_call is not None:
+            self.relayed_call.end(self)
+        elif self.submission.answer_call is self.call:
             self.submission.give_back = partial(release, self.call)
         else:
             release(self.call)
 
     def _mark(self, indices: IntArray) -> int:
         """These of the call's pairs have their answer. Returns how many of them had none before."""
-        if self._arrived is None:
-            if len(indices) == self.left:  # `indices` has no duplicates
-                self.left = 0
+        if self._answered_mask is None:
+            if len(indices) == self.num_missing:  # `indices` has no duplicates
+                self.num_missing = 0
                 return len(indices)
-            self._arrived = np.zeros(self.left, dtype=bool)
-        self._arrived[indices] = True
-        before, self.left = self.left, int(np.count_nonzero(~self._arrived))
-        return before - self.left
+            self._answered_mask = np.zeros(self.num_missing, dtype=bool)
+        self._answered_mask[indices] = True
+        num_missing_before, self.num_missing = self.num_missing, int(np.count_nonzero(~self._answered_mask))
+        return num_missing_before - self.num_missing
 
     @property
-    def missing(self) -> IntArray:
+    def missing_pairs(self) -> IntArray:
         """The pairs without an answer, of a call under way."""
-        return self.pairs if self._arrived is None else self.pairs[~self._arrived]
+        return self.pairs if self._answered_mask is None else self.pairs[~self._answered_mask]
 
 
 @dataclass(eq=False)
@@ -230,7 +230,7 @@ class RelayedPart:
     call: OpenCall
     first: int
     """Its first row in the whole answer."""
-    live: bool = True
+    is_live: bool = True
     """Whether its answer is awaited."""
 
 
@@ -244,11 +244,11 @@ class RelayedCall:
     hidden: FloatRows
     """[m, h] the rows that were sent."""
     release: Callable[[Call], None]
-    summed: bool
+    is_sum: bool
     parts: list[RelayedPart]
-    closed: bool = False
+    is_closed: bool = False
     """Whether the connection to the relay is closed."""
-    _came: int = 0
+    _num_received: int = 0
     """Rows of the answer so far."""
 
     @property
@@ -257,42 +257,46 @@ class RelayedCall:
         return len(self.call.request) + self.call.rows * self.call.row_bytes
 
     @property
-    def live(self) -> list[RelayedPart]:
+    def live_parts(self) -> list[RelayedPart]:
         """The parts whose answers are awaited."""
-        return [part for part in self.parts if part.live]
+        return [part for part in self.parts if part.is_live]
 
     def end(self, call: OpenCall) -> None:
         """This part is complete, or it is taken back."""
         for part in self.parts:
-            part.live &= part.call is not call
-        if not self.live and not self.closed:
-            self.closed = True
+            part.is_live &= part.call is not call
+        if not self.live_parts and not self.is_closed:
+            self.is_closed = True
             self.release(self.call)
 
-    def arrived(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
+    def split_rows(self, indices: IntArray) -> list[tuple[RelayedPart, IntArray]]:
         """The parts of which these rows of the whole answer are, with the rows of each. Sums come at once."""
-        self._came += len(indices)
-        if self.summed:
-            return [(part, indices) for part in self.live] if self._came == self.call.rows else []
-        found = []
-        for part in self.live:
+        self._num_received += len(indices)
+        if self.is_sum:
+            return (
+                [(part, indices) for part in self.live_parts] if self._num_received == self.call.rows else []
+            )
+        rows_of_parts = []
+        for part in self.live_parts:
             rows = indices - part.first
             rows = rows[(rows >= 0) & (rows < part.call.call.rows)]
             if len(rows):
-                found.append((part, rows))
-        return found
+                rows_of_parts.append((part, rows))
+        return rows_of_parts
 
-    def usable(self, part: RelayedPart, rows: IntArray) -> IntArray:
+    def select_computed(self, part: RelayedPart, rows: IntArray) -> IntArray:
         """Those of the part's rows that were computed. For sums: all or none."""
         answer = np.frombuffer(part.call.call.answer, np.float32).reshape(-1, self.hidden.shape[1])
-        marked = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
-        if marked.any():
-            marked[marked] = (answer.view(np.uint32)[rows[marked]] == wire.NOT_COMPUTED).all(axis=1)
-        if not self.summed:
-            usable: IntArray = rows[~marked]
-            return usable
+        is_refused = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
+        if is_refused.any():
+            is_refused[is_refused] = (answer.view(np.uint32)[rows[is_refused]] == wire.NOT_COMPUTED).all(
+                axis=1
+            )
+        if not self.is_sum:
+            computed_rows: IntArray = rows[~is_refused]
+            return computed_rows
         wrong = ~np.isfinite(answer).all(axis=1) & np.isfinite(self.hidden).all(axis=1)
-        return rows[:0] if marked.any() or wrong.any() else rows
+        return rows[:0] if is_refused.any() or wrong.any() else rows
 
 
 class PartialSumCall(OpenCall):
@@ -308,13 +312,13 @@ class PartialSumCall(OpenCall):
         _, first, row_of = np.unique(
             self.pairs // self.submission.top_k, return_index=True, return_inverse=True
         )
-        answered = np.flatnonzero(np.isin(row_of, indices))
-        pairs, fresh = self.pairs[answered], self._mark(answered)
-        if self.submission.released:
+        answered_pairs = np.flatnonzero(np.isin(row_of, indices))
+        pairs, fresh = self.pairs[answered_pairs], self._mark(answered_pairs)
+        if self.submission.is_released:
             return pairs[:0], fresh
-        out = self.submission.answer_memory(memory)
-        memory.clear(out, pairs)
-        memory.put(out, self.pairs[first[indices]], memory.answer(self.call, self._width), indices)
+        target = self.submission.answer_memory(memory)
+        memory.clear(target, pairs)
+        memory.put(target, self.pairs[first[indices]], memory.answer(self.call, self._width), indices)
         return pairs, fresh
 
 
@@ -326,20 +330,20 @@ class ServerConnection:
     caller: Caller
     calls: dict[int, OpenCall] = field(default_factory=dict)
     """By the number of the call."""
-    relayed: dict[int, RelayedCall] = field(default_factory=dict)
+    relayed_calls: dict[int, RelayedCall] = field(default_factory=dict)
     """Calls whose parts this server passes on, by their numbers. Each part is among `calls` of its server."""
     barrier_calls: set[int] = field(default_factory=set)
     """Numbers of the calls that arrive at the server's barrier."""
 
     def end(self, call: Call) -> None:
         """A call of `relayed` is over."""
-        del self.relayed[call.number]
+        del self.relayed_calls[call.number]
         self.caller.release(call)
 
     @property
-    def outstanding(self) -> int:
+    def num_missing_pairs(self) -> int:
         """Pairs without an answer."""
-        return sum(call.left for call in self.calls.values() if len(call.pairs))
+        return sum(call.num_missing for call in self.calls.values() if len(call.pairs))
 
 
 class CallCounts:
@@ -347,7 +351,7 @@ class CallCounts:
 
     def __init__(self, layers: tuple[int, ...], replicas: Replicas) -> None:
         """layers: with routed experts. replicas: knows the own rank's server, and which servers are far."""
-        self._replicas, self._own = replicas, replicas.own
+        self._replicas, self._own_server = replicas, replicas.own
         self._calls = 0
         self._remote_bytes = self._far_bytes = 0
         self._pairs = dict.fromkeys(layers, 0)
@@ -357,7 +361,7 @@ class CallCounts:
         """A call with so many (row, expert) pairs was sent to `server`. size: bytes of request and answer."""
         self._calls += 1
         self._pairs[layer] += pairs
-        if server == self._own:
+        if server == self._own_server:
             self._local[layer] += pairs
         else:
             self._remote_bytes += size
@@ -372,7 +376,7 @@ class CallCounts:
             layer_pairs=tuple(self._pairs.values()),
             remote_bytes=self._remote_bytes,
             far_bytes=self._far_bytes,
-            local_pairs=() if self._own is None else tuple(self._local.values()),
+            local_pairs=() if self._own_server is None else tuple(self._local.values()),
             **vars(failures),
         )
 
@@ -392,15 +396,15 @@ class AnswerMemory(Protocol):
         """[rows, width] the answer of a call, in its own memory."""
         ...
 
-    def put(self, out: Any, lines: IntArray, rows: Any, places: IntArray) -> None:
+    def put(self, target: Any, target_rows: IntArray, source: Any, source_rows: IntArray) -> None:
         """out[lines] = rows[places]."""
         ...
 
-    def clear(self, out: Any, lines: IntArray) -> None:
+    def clear(self, target: Any, target_rows: IntArray) -> None:
         """out[lines] = 0."""
         ...
 
-    def copy(self, out: Any, answer: Any) -> None:
+    def copy(self, target: Any, answer: Any) -> None:
         """out[:] = answer."""
         ...
 
@@ -431,10 +435,10 @@ class HostAnswers:
         """See `AnswerMemory`."""
         return np.frombuffer(call.answer, dtype=np.float32).reshape(-1, width)
 
-    def clear(self, out: FloatRows, lines: IntArray) -> None:
+    def clear(self, target: FloatRows, target_rows: IntArray) -> None:
         """See `AnswerMemory`."""
-        out[lines] = 0
+        target[target_rows] = 0
 
-    def copy(self, out: FloatRows, answer: FloatRows) -> None:
+    def copy(self, target: FloatRows, answer: FloatRows) -> None:
         """See `AnswerMemory`."""
-        out[:] = answer
+        target[:] = answer

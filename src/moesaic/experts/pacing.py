@@ -43,7 +43,7 @@ class Pace:
         self._runs = self._late = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         if ring is not None:
             threading.Thread(target=self._watch, args=(ring,), name="pacing", daemon=True).start()
 
@@ -56,7 +56,7 @@ class Pace:
     def now(self) -> float:
         return self._clock()
 
-    def dilated(self, seconds: float) -> float:
+    def dilate(self, seconds: float) -> float:
         """A modelled duration as seconds of this machine."""
         return self._dilation * seconds
 
@@ -65,33 +65,33 @@ class Pace:
 
         A run that has taken longer already counts as late.
         """
-        until = began + self.dilated(seconds)
+        deadline = began + self.dilate(seconds)
         self._runs += 1
-        self._late += self._clock() > until
-        while (left := until - self._clock()) > 0:
+        self._late += self._clock() > deadline
+        while (remaining := deadline - self._clock()) > 0:
             self.act()
-            self._sleep(min(left, max(0.0, self._due[0][0] - self._clock()) if self._due else left))
+            self._sleep(min(remaining, max(0.0, self._due[0][0] - self._clock()) if self._due else remaining))
 
-    def later(self, due: float, action: Callable[[], None]) -> None:
+    def schedule(self, due: float, action: Callable[[], None]) -> None:
         """Do this once the clock shows `due`, in the order of times."""
-        with self._changed:
+        with self._condition:
             heapq.heappush(self._due, (due, next(self._numbers), action))
-            self._changed.notify()
+            self._condition.notify()
 
     def act(self) -> None:
         """Do everything that is due."""
         while self._due and self._due[0][0] <= self._clock():
-            with self._changed:
+            with self._condition:
                 _, _, action = heapq.heappop(self._due)
             action()
 
     def _watch(self, ring: Callable[[], None]) -> None:
         """Ring when the next action is due, and again every millisecond until it is done."""
         while True:
-            with self._changed:
-                left = self._due[0][0] - self._clock() if self._due else None
-                if left is None or left > 0:
-                    self._changed.wait(left)
+            with self._condition:
+                remaining = self._due[0][0] - self._clock() if self._due else None
+                if remaining is None or remaining > 0:
+                    self._condition.wait(remaining)
                     continue
             ring()
             time.sleep(1e-3)
@@ -105,7 +105,7 @@ class Pacing:
     pace: Pace
 
     @classmethod
-    def of(cls, devices: PacedDevices, ring: Callable[[], None]) -> Pacing:
+    def from_devices(cls, devices: PacedDevices, ring: Callable[[], None]) -> Pacing:
         """ring: see `Pace`."""
         return cls(devices, Pace(devices.dilation, ring))
 
@@ -136,24 +136,24 @@ class PacedBackend:
         return self.backend.device_name
 
     @property
-    def held(self) -> dict[int, list[int]]:
-        return self.backend.held
+    def resident_experts(self) -> dict[int, list[int]]:
+        return self.backend.resident_experts
 
-    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
+    def load(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
         """See `ExpertBackend`."""
-        self.backend.take(wanted)
+        self.backend.load(experts_by_layer)
 
-    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+    def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
         """See `ExpertBackend`."""
-        self.backend.keep(wanted)
+        self.backend.keep_only(experts_by_layer)
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         """See `ExpertBackend`."""
         began = self.pace.now
         self.backend.run(layer, parts)
-        chosen = {expert for part in parts for expert in part.experts.tolist()}
+        experts = {expert for part in parts for expert in part.experts.tolist()}
         pairs = sum(len(part.experts) for part in parts)
-        self.pace.hold(began, self.devices.experts.seconds(pairs, len(chosen)))
+        self.pace.hold(began, self.devices.experts.seconds(pairs, len(experts)))
 
 
 @dataclass(eq=False)
@@ -167,9 +167,9 @@ class PacedCaller:
     caller: Caller
     link: LinkModel
     pace: Pace
-    _free: float = 0.0
+    _link_free_at: float = 0.0
     """When the link has carried all requests so far."""
-    _held: set[int] = field(default_factory=set)
+    _delayed_calls: set[int] = field(default_factory=set)
     """Numbers of the calls that have not left yet."""
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
@@ -179,9 +179,13 @@ class PacedCaller:
     def post(self, call: Call) -> None:
         """See `Caller`."""
         size = len(call.request) + call.rows * call.row_bytes
-        self._free = max(self._free, self.pace.now) + self.pace.dilated(size / self.link.bandwidth)
-        self._held.add(call.number)
-        self.pace.later(self._free + self.pace.dilated(2 * self.link.latency), lambda: self._leave(call))
+        self._link_free_at = max(self._link_free_at, self.pace.now) + self.pace.dilate(
+            size / self.link.bandwidth
+        )
+        self._delayed_calls.add(call.number)
+        self.pace.schedule(
+            self._link_free_at + self.pace.dilate(2 * self.link.latency), lambda: self._send(call)
+        )
 
     def poll(self) -> list[tuple[Call, IntArray]]:
         """See `Caller`."""
@@ -190,7 +194,7 @@ class PacedCaller:
 
     def release(self, call: Call) -> None:
         """See `Caller`."""
-        self._held.discard(call.number)
+        self._delayed_calls.discard(call.number)
         self.caller.release(call)
 
     def fileno(self) -> int:
@@ -215,13 +219,13 @@ class PacedCaller:
 
     def close(self) -> None:
         """See `End`."""
-        self._held.clear()
+        self._delayed_calls.clear()
         self.caller.close()
 
-    def _leave(self, call: Call) -> None:
-        if call.number not in self._held:
+    def _send(self, call: Call) -> None:
+        if call.number not in self._delayed_calls:
             return
-        self._held.discard(call.number)
+        self._delayed_calls.discard(call.number)
         try:
             self.caller.post(call)
         except ConnectionLost:

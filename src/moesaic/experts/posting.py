@@ -48,8 +48,11 @@ def post_call(
     version: of the directory. worker: its number in requests. make_room: frees memory of calls, and says
     whether there was any to free. None if there is no room for another call, or the server is gone.
     """
-    used, row_of = submission.rows_of(pairs)
-    count, width = len(submission.hidden) if used is None else len(used), submission.hidden.shape[1]
+    row_indices, row_of = submission.rows_of(pairs)
+    count, width = (
+        len(submission.hidden) if row_indices is None else len(row_indices),
+        submission.hidden.shape[1],
+    )
     partial = submission.gate_weights is not None
     answers = max(1, count if partial else len(pairs))
     on_device = submission.place is not None and len(pairs) > 0
@@ -65,9 +68,9 @@ def post_call(
         contents = submission.experts[pairs], row_of, submission.gate_weights_of(pairs)
         places, hidden = None, np.empty((0, width), np.float32)
         if submission.place is None:
-            hidden = submission.hidden if used is None else submission.hidden[used]
+            hidden = submission.hidden if row_indices is None else submission.hidden[row_indices]
         elif on_device:
-            places = np.arange(count) if used is None else used
+            places = np.arange(count) if row_indices is None else row_indices
         route = submission.attempt, worker
         wire.write(call.request, submission.layer, *contents, hidden, *route, places=places)
         connection.caller.post(call)
@@ -103,7 +106,7 @@ class Sender:
         """Version of the directory."""
         self._replicas, self._connections, self._relaying = replicas, connections, relaying
         self._counts, self._clock, self._worker, self._make_room = counts, clock, worker, make_room
-        self._stuck: list[Submission] = []
+        self._waiting_submissions: list[Submission] = []
         """Submissions with pairs that no server could take."""
 
     def send(self, submission: Submission, pairs: IntArray) -> None:
@@ -115,67 +118,69 @@ class Sender:
         for group in self._relaying.groups(submission, shares, self._clock()):
             if len(group) > 1 and self._post_parts(submission, group):
                 continue
-            for server, mine in group:
-                if server == NOBODY or not self._post(server, submission, mine):
-                    submission.unsent.append(mine)
-        if submission.unsent and submission not in self._stuck:
-            self._stuck.append(submission)
+            for server, server_pairs in group:
+                if server == NOBODY or not self._post(server, submission, server_pairs):
+                    submission.unsent_pairs.append(server_pairs)
+        if submission.unsent_pairs and submission not in self._waiting_submissions:
+            self._waiting_submissions.append(submission)
 
     def send_empty(self, submission: Submission, servers: Collection[int]) -> None:
         """Send a call without pairs to every other one of these servers."""
         for server in servers:
             calls = self._connections[server].calls.values()
-            called = any(call.submission is submission for call in calls)
-            if not called and self._post(server, submission, NO_PAIRS):
-                submission.missing, submission.whole = submission.missing + 1, True
+            has_call = any(call.submission is submission for call in calls)
+            if not has_call and self._post(server, submission, NO_PAIRS):
+                submission.num_missing, submission.has_empty_calls = submission.num_missing + 1, True
 
     def retry(self) -> None:
         """Send pairs that no server could take."""
-        stuck, self._stuck = self._stuck, []
-        for submission in [one for one in stuck if not one.released]:
-            unsent, submission.unsent = submission.unsent, []
-            self.send(submission, np.sort(np.concatenate(unsent)))
+        waiting, self._waiting_submissions = self._waiting_submissions, []
+        for submission in [
+            waiting_submission for waiting_submission in waiting if not waiting_submission.is_released
+        ]:
+            unsent_pairs, submission.unsent_pairs = submission.unsent_pairs, []
+            self.send(submission, np.sort(np.concatenate(unsent_pairs)))
 
     def take_back(self, parts: Sequence[RelayedPart]) -> None:
         """Send what these parts lack directly. What still comes in for them is ignored."""
-        for part in [one for one in parts if one.live]:
+        for part in [relayed_part for relayed_part in parts if relayed_part.is_live]:
             call = part.call
-            assert call.relayed is not None
+            assert call.relayed_call is not None
             del self._connections[part.server].calls[call.call.number]
-            self._relaying.rest(call.relayed, self._clock())
-            call.relayed.end(call)
-            if not call.submission.released:
+            self._relaying.pause_relaying(call.relayed_call, self._clock())
+            call.relayed_call.end(call)
+            if not call.submission.is_released:
                 call.submission.attempt += 1
-                self.send(call.submission, call.missing)
-            self._replicas.taken_back(part.server, call.left)
+                self.send(call.submission, call.missing_pairs)
+            self._replicas.taken_back(part.server, call.num_missing)
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """Returns False when there is no room for another call to this server, or it is gone."""
         connection = self._connections[server]
-        posted = post_call(connection, submission, pairs, self.version, self._worker, self._make_room)
-        if posted is None:
+        posted_call = post_call(connection, submission, pairs, self.version, self._worker, self._make_room)
+        if posted_call is None:
             return False
-        call, size = posted
-        self._sent(server, call)
+        call, size = posted_call
+        self._record_call(server, call)
         self._counts.add(submission.layer, server, len(pairs), size)
         return True
 
     def _post_parts(self, submission: Submission, shares: Shares) -> bool:
         """Send the shares as the parts of one call to the server of the first share. As `_post`."""
         relay = shares[0][0]
-        relayed = self._relaying.post(self._connections[relay], submission, shares, self.version)
-        if relayed is None:
+        relayed_call = self._relaying.post(self._connections[relay], submission, shares, self.version)
+        if relayed_call is None:
             return False
-        for part in relayed.parts:
-            self._sent(part.server, part.call)
+        for part in relayed_call.parts:
+            self._record_call(part.server, part.call)
         pairs = sum(len(share) for _, share in shares)
-        self._counts.add(submission.layer, relay, pairs, relayed.size)
+        self._counts.add(submission.layer, relay, pairs, relayed_call.size)
         return True
 
-    def _sent(self, server: int, call: OpenCall) -> None:
+    def _record_call(self, server: int, call: OpenCall) -> None:
         self._connections[server].calls[call.call.number] = call
-        owed = max(1, len(call.pairs))  # an empty call is answered too, unless the server is frozen
-        self._replicas.sent(server, owed, self._clock(), again=call.submission.attempt > 0)
+        num_rows = max(1, len(call.pairs))  # an empty call is answered too, unless the server is frozen
+        self._replicas.sent(server, num_rows, self._clock(), again=call.submission.attempt > 0)
 
 
 class Arrivals:
@@ -184,22 +189,22 @@ class Arrivals:
     def __init__(self, portion_rows: int | None) -> None:
         """portion_rows: as of `RemoteExperts`. None: nothing is kept."""
         self._portion_rows = portion_rows
-        self._kept: list[tuple[RequestHandle, IntArray]] = []
+        self._arrivals: list[tuple[RequestHandle, IntArray]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self._arrivals)
 
     def take(self) -> list[tuple[RequestHandle, IntArray]]:
         """The pairs that came in since the last call, by request."""
-        kept, self._kept = self._kept, []
-        return kept
+        arrivals, self._arrivals = self._arrivals, []
+        return arrivals
 
     def add(self, submission: Submission, pairs: IntArray, fresh: int) -> None:
         """These pairs came in. fresh: how many pairs or empty calls are new."""
         if self._portion_rows is None:
             return
-        if len(submission.hidden) > self._portion_rows and not submission.whole:
-            self._kept.append((submission.handle, pairs))
-        elif fresh and not submission.missing:
-            every = every_pair(len(submission.experts), submission.top_k)[0]
-            self._kept.append((submission.handle, every))
+        if len(submission.hidden) > self._portion_rows and not submission.has_empty_calls:
+            self._arrivals.append((submission.handle, pairs))
+        elif fresh and not submission.num_missing:
+            all_pairs = every_pair(len(submission.experts), submission.top_k)[0]
+            self._arrivals.append((submission.handle, all_pairs))

@@ -23,7 +23,7 @@ from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
 from moesaic.experts.connector import Connector
-from moesaic.experts.keeping import KeptExperts, Loaded
+from moesaic.experts.keeping import BackendAndStats, KeptExperts
 from moesaic.experts.observer import ServerTrace
 from moesaic.experts.pacing import Pace, PacedBackend
 from moesaic.experts.relay import Relay
@@ -36,7 +36,7 @@ from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, StartRule
 from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, server_scheduler, start_rule
 from moesaic.trace.track import Track
-from moesaic.transport.authentication import SentAway
+from moesaic.transport.authentication import RefusedByCluster
 from moesaic.transport.calls import HEAP_BYTES
 from moesaic.transport.listening import ONE_SIDED, Listener
 from moesaic.transport.stream import StreamConnection
@@ -52,13 +52,13 @@ def serve(
     config: ExpertServerConfig,
     wakeup: Wakeup,
     secret: bytes = b"",
-    kept: KeptExperts | None = None,
+    kept_experts: KeptExperts | None = None,
 ) -> int:
     """Serve until the supervisor sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message of the supervisor.
     secret: what clients must prove to know. If it is empty, the first Hold message contains the secret.
-    kept: has the experts that were loaded for the last supervisor, and gets those of this one.
+    kept_experts: has the experts that were loaded for the last supervisor, and gets those of this one.
     Raises ConnectionLost when the supervisor is gone.
     """
     first = supervisor.receive(None)
@@ -70,30 +70,30 @@ def serve(
         os.sched_setaffinity(0, config.cpus)
     path = Path(config.model)
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
-    with fingerprint.unchanged(path, stamp):
-        kept = kept or KeptExperts()
-        own, residency = kept.get(config, stamp, _backend)
-        backend, pace = _paced(own, config)
-        backend.keep(first.experts)  # before others are loaded, so that memory need not have both
-        backend.take(first.experts)
+    with fingerprint.guard_unchanged(path, stamp):
+        kept_experts = kept_experts or KeptExperts()
+        unpaced_backend, residency = kept_experts.get(config, stamp, _backend)
+        backend, pace = _apply_pace(unpaced_backend, config)
+        backend.keep_only(first.experts)  # before others are loaded, so that memory need not have both
+        backend.load(first.experts)
         digests = DigestQueue(path, config.layout) if config.joined else None
     secret, relay = secret or first.secret, _relay(config)
-    transport = _transport(config, kept.membership)
-    job = transport.job
+    transport = _transport(config, kept_experts.membership)
     listener = Listener(config.address, secret, remote=config.remote_address, kinds=transport.kinds)
     service, clock = _scheduler(config, backend, first), time.monotonic
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, transport.memory)
-    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, job)
+    loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, transport.job)
     loader.change(first)
-    ended = threading.Event()
-    reports = threading.Thread(target=_report, args=(supervisor, server, pace, residency, ended), daemon=True)
+    stop_event = threading.Event()
+    arguments = supervisor, server, pace, residency, stop_event
+    reports = threading.Thread(target=_report, args=arguments, daemon=True)
     reports.start()
     try:
-        _serve(supervisor, server, loader, relay, secret, wakeup, job)
+        _serve(supervisor, server, loader, relay, secret, wakeup, transport.job)
         return 0
     finally:
-        ended.set()
+        stop_event.set()
         reports.join()
         loader.close()  # nobody may change the experts when they are used again
         server.close()
@@ -120,7 +120,7 @@ def _serve(
                 case messages.JoinJob() if job is not None:
                     job.join(message)
                 case messages.Refuse(reason):
-                    raise SentAway(f"refused this server: {reason}")
+                    raise RefusedByCluster(f"refused this server: {reason}")
                 case messages.Shutdown():
                     return
         server.turn(None, (wakeup.fileno(),))
@@ -135,8 +135,8 @@ def _transport(config: ExpertServerConfig, membership: JobMembership) -> ServerT
 
 def _relay(config: ExpertServerConfig) -> Relay:
     """Passes parts of requests to other servers of this host."""
-    made, transport = Wakeup(), "shm" if config.transport in ON_GPUS else config.transport
-    return Relay(Connector(HEAP_BYTES, made, transport), made, config.layout.hidden)
+    wakeup, transport = Wakeup(), "shm" if config.transport in ON_GPUS else config.transport
+    return Relay(Connector(HEAP_BYTES, wakeup, transport), wakeup, config.layout.hidden)
 
 
 def _scheduler(
@@ -144,10 +144,10 @@ def _scheduler(
 ) -> ExpertServerScheduler:
     """The scheduler. With --schedule async it may have a queue for each expert."""
     layout = config.layout
-    held = max(map(len, first.experts.values()), default=0)
-    servers = max(1, round(layout.num_experts / max(1, held)))
+    num_resident = max(map(len, first.experts.values()), default=0)
+    servers = max(1, round(layout.num_experts / max(1, num_resident)))
     decisions = Decisions(_curves(config, backend), layout.num_experts, layout.top_k, servers)
-    rule = _start_rule(config, decisions, held)
+    rule = _start_rule(config, decisions, num_resident)
     return server_scheduler(config.schedule, layout.layers, _policy(config), rule, decisions)
 
 
@@ -162,14 +162,14 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         3.0 * layout.hidden * layout.width,
         layout.expert_bytes / (3 * layout.hidden * layout.width),
     )
-    others = ATTENTION * layout.hidden**2
+    other_parameters = ATTENTION * layout.hidden**2
     if config.device == "cpu" and config.fast_memory is not None:
-        return cpu_curves(expert, others, config.threads)  # measuring would read all experts
+        return cpu_curves(expert, other_parameters, config.threads)  # measuring would read all experts
     if config.device == "cpu":
-        found = measuring.of_experts(backend, layout, config.threads)
-        return cpu_curves(expert, others, config.threads, found)
-    known = of_device(backend.device_name, expert, others, size)
-    return known or replace(cpu_curves(expert, others), shared=False)
+        measured_ratio = measuring.measure_experts(backend, layout, config.threads)
+        return cpu_curves(expert, other_parameters, config.threads, measured_ratio)
+    device_curves = of_device(backend.device_name, expert, other_parameters, size)
+    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:
@@ -183,7 +183,7 @@ def _policy(config: ExpertServerConfig) -> QueuePolicy:
     return queue_policy(config.schedule, config.queue_policy, queues.urgency(None), queues.queue_history)
 
 
-def _backend(config: ExpertServerConfig) -> Loaded:
+def _backend(config: ExpertServerConfig) -> BackendAndStats:
     """The backend, and what is counted of experts that are not all in memory.
 
     --kernels triton is for workers on a GPU. A server on a CPU beside them takes its own kernels.
@@ -194,10 +194,10 @@ def _backend(config: ExpertServerConfig) -> Loaded:
         return _in_memory(config), ResidencyStats
     from moesaic.experts.streamed_backend import StreamedBackend
 
-    streamed = StreamedBackend(
+    backend = StreamedBackend(
         Path(config.model), config.layout, config.kernels, config.threads, config.fast_memory
     )
-    return streamed, streamed.residency
+    return backend, backend.residency
 
 
 def _in_memory(config: ExpertServerConfig) -> ExpertBackend:
@@ -221,7 +221,7 @@ def _in_memory(config: ExpertServerConfig) -> ExpertBackend:
     )
 
 
-def _paced(
+def _apply_pace(
     backend: ExpertBackend, config: ExpertServerConfig
 ) -> tuple[ExpertBackend, Callable[[], PaceStats]]:
     """The backend with the timing of the modelled device, if there is one, and what is counted of it."""
@@ -257,31 +257,31 @@ class _ExpertLoader:
         self._stamp = stamp
         self._digests = digests
         self._job = job
-        self._wanted: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
+        self._hold_messages: queue.SimpleQueue[messages.Hold | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._thread.start()
 
     def change(self, hold: messages.Hold) -> None:
         """Load the experts of `hold` and drop all others, in the background."""
-        self._wanted.put(hold)
+        self._hold_messages.put(hold)
 
     def close(self) -> None:
         """End the thread, and wait until it has finished the current message. Leaves out all others.
 
         A thread that is in compiled code while Python ends would abort the process.
         """
-        while not self._wanted.empty():
+        while not self._hold_messages.empty():
             with contextlib.suppress(queue.Empty):
-                self._wanted.get_nowait()
-        self._wanted.put(None)
+                self._hold_messages.get_nowait()
+        self._hold_messages.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (hold := self._next()) is not None:
             try:
-                with fingerprint.unchanged(Path(self._config.model), self._stamp):
-                    self._backend.take(hold.experts)
-                self._backend.keep(hold.experts)
+                with fingerprint.guard_unchanged(Path(self._config.model), self._stamp):
+                    self._backend.load(hold.experts)
+                self._backend.keep_only(hold.experts)
                 self._report(hold)
             except ConnectionLost:
                 return
@@ -297,16 +297,16 @@ class _ExpertLoader:
 
         A server that cannot read its experts leaves: nobody would ever compare them.
         """
-        while self._digests is not None and self._digests and self._wanted.empty():
+        while self._digests is not None and self._digests and self._hold_messages.empty():
             try:
-                self._supervisor.send(messages.Digests(self._digests.some()))
+                self._supervisor.send(messages.Digests(self._digests.compute_next()))
             except ConnectionLost:
                 return None
             except MoesaicError as error:
                 self._fail(error)
                 self._supervisor.close()
                 return None
-        return self._wanted.get()
+        return self._hold_messages.get()
 
     def _report(self, hold: messages.Hold) -> None:
         """Report to the supervisor that the experts of `hold` are loaded."""
@@ -322,29 +322,29 @@ def _report(
     server: ExpertServer,
     pace: Callable[[], PaceStats],
     residency: Callable[[], ResidencyStats],
-    stopped: threading.Event,
+    stop_event: threading.Event,
 ) -> None:
     """Report counters regularly, as signs of life.
 
     It runs in its own thread because the main loop may be in a long run.
     """
-    reported = -1
-    while not stopped.is_set():
-        served = server.served
+    reported_pairs = -1
+    while not stop_event.is_set():
+        counters = server.counters
         stats = ExpertServerStats(
             clients=server.clients,
             waiting_pairs=server.waiting_pairs,
-            pairs=served.pairs,
-            runs=served.runs,
-            expert_runs=served.expert_runs,
-            busy_seconds=served.busy_seconds,
+            pairs=counters.pairs,
+            runs=counters.runs,
+            expert_runs=counters.expert_runs,
+            busy_seconds=counters.busy_seconds,
             residency=residency(),
             pace=pace(),
         )
-        load = served.load.tolist() if served.pairs != reported else []
-        reported = served.pairs
+        load = counters.load.tolist() if counters.pairs != reported_pairs else []
+        reported_pairs = counters.pairs
         try:
             supervisor.send(messages.ServerReport(stats, load))
         except ConnectionLost:
             return
-        stopped.wait(REPORT_SECONDS)
+        stop_event.wait(REPORT_SECONDS)

@@ -41,56 +41,58 @@ class RelayedRequest:
     def __init__(self, incoming: Incoming, request: wire.Request, answer: FloatRows) -> None:
         """answer: [rows, h] all rows that the client waits for."""
         self._incoming, self._answer = incoming, answer
-        self._summed = request.weights is not None
-        self._unpublished = np.ones(len(answer), dtype=np.bool_)
+        self._is_sum = request.weights is not None
+        self._unpublished_rows = np.ones(len(answer), dtype=np.bool_)
         self.parts = [self._part(request, number) for number in range(len(request.parts))]
         first = 0
         for part in self.parts:
-            if not self._summed:
-                part.first, part.answer = first, answer[first : first + part.left]
-                first += part.left
+            if not self._is_sum:
+                part.first, part.answer = first, answer[first : first + part.num_missing]
+                first += part.num_missing
         self._left = len(self.parts)
 
     def _part(self, request: wire.Request, number: int) -> PartOfRequest:
         """A part as a request of its own, with copies of the rows that it needs."""
         pairs = request.slices[number]
-        used, row_of = np.unique(request.rows[pairs], return_inverse=True)
+        row_indices, row_of = np.unique(request.rows[pairs], return_inverse=True)
         weights = None if request.weights is None else request.weights[pairs].copy()
-        own = replace(
+        part_request = replace(
             request,
             experts=request.experts[pairs],
             rows=row_of,
             weights=weights,
-            hidden=request.hidden[used],
+            hidden=request.hidden[row_indices],
             parts=(),
         )
-        answer = np.empty((own.answer_rows, request.hidden.shape[1]), dtype=np.float32)
-        return PartOfRequest(self, request.parts[number].server, own, used, answer, len(answer))
+        answer = np.empty((part_request.answer_rows, request.hidden.shape[1]), dtype=np.float32)
+        return PartOfRequest(
+            self, request.parts[number].server, part_request, row_indices, answer, len(answer)
+        )
 
     def publish(self, part: PartOfRequest, indices: IntArray) -> None:
         """These rows of the part's answer are there."""
-        if not self._summed:
+        if not self._is_sum:
             self._publish(part.first + indices)
             return
         self._left -= 1  # a part with sums is published at once
-        if not self._left and self._unpublished.all():
+        if not self._left and self._unpublished_rows.all():
             self._answer[:] = 0
-            for one in sorted(self.parts, key=lambda one: one.server):
-                self._answer[one.used] += one.answer
+            for part_of_sum in sorted(self.parts, key=lambda part_of_sum: part_of_sum.server):
+                self._answer[part_of_sum.row_indices] += part_of_sum.answer
             self._publish(np.arange(len(self._answer)))
 
     def refuse(self, part: PartOfRequest) -> None:
         """Answer that the rest of this part is not computed. A sum without it is of no use."""
         rows = np.arange(len(self._answer))
-        if not self._summed:
+        if not self._is_sum:
             rows = rows[part.first : part.first + len(part.answer)]
-        rows = rows[self._unpublished[rows]]
+        rows = rows[self._unpublished_rows[rows]]
         self._answer.view(np.uint32)[rows] = wire.NOT_COMPUTED
         self._publish(rows)
 
     def _publish(self, rows: IntArray) -> None:
         if len(rows):
-            self._unpublished[rows] = False
+            self._unpublished_rows[rows] = False
             self._incoming.publish(rows)
 
 
@@ -98,22 +100,22 @@ class RelayedRequest:
 class PartOfRequest:
     """The pairs of a relayed request that one server computes."""
 
-    whole: RelayedRequest
+    relayed_request: RelayedRequest
     server: int
     request: wire.Request
     """The part as a request of its own."""
-    used: IntArray
+    row_indices: IntArray
     """[m] which rows of the whole request are its rows, ascending."""
     answer: FloatRows
     """[rows, h] memory for its answer."""
-    left: int
+    num_missing: int
     """Rows that its server has not answered."""
     first: int = 0
     """Which row of the whole answer is its first one, where sums are not added up."""
 
     def publish(self, indices: IntArray) -> None:
         """These rows of `answer` are there."""
-        self.whole.publish(self, indices)
+        self.relayed_request.publish(self, indices)
 
 
 @dataclass(eq=False)
@@ -134,9 +136,9 @@ class Relay:
     def __init__(self, connector: Connector | None, wakeup: Wakeup, hidden: int) -> None:
         """connector: it rings `wakeup`. None: nothing is passed on."""
         self._connector, self._wakeup, self._hidden = connector, wakeup, hidden
-        self._known: dict[int, ServerEntry] = {}
+        self._entries: dict[int, ServerEntry] = {}
         self._secret = b""
-        self._dialled: set[int] = set()
+        self._dialling_servers: set[int] = set()
         """Neighbours to which a connection is being made."""
         self._neighbours: dict[int, _Neighbour] = {}
 
@@ -149,28 +151,28 @@ class Relay:
         """Readable when a connection was made."""
         return self._wakeup.fileno()
 
-    def update(self, known: Mapping[int, ServerEntry], secret: bytes) -> None:
+    def update(self, entries: Mapping[int, ServerEntry], secret: bytes) -> None:
         """These are the other servers of this host from now on."""
-        gone = [server for server, entry in self._known.items() if known.get(server) != entry]
-        self._known, self._secret = dict(known), secret
-        for server in gone:
+        removed_servers = [server for server, entry in self._entries.items() if entries.get(server) != entry]
+        self._entries, self._secret = dict(entries), secret
+        for server in removed_servers:
             self._drop(server)
-        for server in self._known:
+        for server in self._entries:
             self._dial(server)
 
     def take(self, incoming: Incoming, request: wire.Request, answer: FloatRows) -> PartOfRequest:
         """Pass on all parts of a request but the first, which is returned."""
-        whole = RelayedRequest(incoming, request, answer)
-        for part in whole.parts[1:]:
+        relayed_request = RelayedRequest(incoming, request, answer)
+        for part in relayed_request.parts[1:]:
             if not self._pass_on(part):
-                whole.refuse(part)
-        return whole.parts[0]
+                relayed_request.refuse(part)
+        return relayed_request.parts[0]
 
     def poll(self) -> None:
         """Take new connections and answers. Never blocks."""
         if self._connector is not None and self._wakeup.rung:
             self._wakeup.clear()
-            for entry, caller in self._connector.made():
+            for entry, caller in self._connector.take_connections():
                 self._join(entry, caller)
         for server, neighbour in list(self._neighbours.items()):
             try:
@@ -182,9 +184,9 @@ class Relay:
 
     def close(self) -> None:
         """Close all connections, and `wakeup`."""
-        for server in list(self._known):
+        for server in list(self._entries):
             self._drop(server)
-        for _, caller in [] if self._connector is None else self._connector.made():
+        for _, caller in [] if self._connector is None else self._connector.take_connections():
             caller.close()
         self._wakeup.close()
 
@@ -210,21 +212,21 @@ class Relay:
         return True
 
     def _dial(self, server: int) -> None:
-        waiting = server in self._dialled or server in self._neighbours
-        if self._connector is not None and server in self._known and not waiting:
-            self._dialled.add(server)
-            self._connector.start(self._known[server], self._secret)
+        waiting = server in self._dialling_servers or server in self._neighbours
+        if self._connector is not None and server in self._entries and not waiting:
+            self._dialling_servers.add(server)
+            self._connector.start(self._entries[server], self._secret)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
-        self._dialled.discard(entry.server)
-        if self._known.get(entry.server) != entry or entry.server in self._neighbours:
+        self._dialling_servers.discard(entry.server)
+        if self._entries.get(entry.server) != entry or entry.server in self._neighbours:
             caller.close()
             return
         neighbour = self._neighbours[entry.server] = _Neighbour(entry, caller)
         try:
             greeting = caller.open(wire.size(0, 0, self._hidden, False), 1, 4 * self._hidden)
             assert greeting is not None, "the first call has room"
-            wire.greet(greeting.request, self._hidden)
+            wire.write_greeting(greeting.request, self._hidden)
             caller.post(greeting)
             neighbour.greeting = greeting
         except ConnectionLost:
@@ -239,8 +241,8 @@ class Relay:
             return
         rows: npt.NDArray[np.float32] = np.frombuffer(call.answer, np.float32).reshape(-1, self._hidden)
         part.answer[indices] = rows[indices]
-        part.left -= len(indices)
-        if not part.left:
+        part.num_missing -= len(indices)
+        if not part.num_missing:
             del neighbour.calls[call.number]
             neighbour.caller.release(call)
         part.publish(indices)
@@ -249,9 +251,9 @@ class Relay:
         """Close the connection to a neighbour. Its unanswered parts are not computed."""
         if self._connector is not None:
             self._connector.stop(server)
-        self._dialled.discard(server)
+        self._dialling_servers.discard(server)
         neighbour = self._neighbours.pop(server, None)
         if neighbour is not None:
             neighbour.caller.close()
             for part in neighbour.calls.values():
-                part.whole.refuse(part)
+                part.relayed_request.refuse(part)

@@ -63,14 +63,14 @@ class HostSum(OpenCall):
 
     def receive(self, indices: IntArray, memory: AnswerMemory) -> tuple[IntArray, int]:
         fresh = self._mark(np.arange(len(self.pairs)))
-        if self.submission.released:
+        if self.submission.is_released:
             return self.pairs[:0], fresh
-        out, (pairs, rows) = self.submission.answer_memory(memory), self.firsts
-        out[self.pairs] = 0
-        memory.put(out, pairs, memory.answer(self.call, self._width), rows)
+        target, (pairs, rows) = self.submission.answer_memory(memory), self.firsts
+        target[self.pairs] = 0
+        memory.put(target, pairs, memory.answer(self.call, self._width), rows)
         return self.pairs, fresh
 
-    def not_finite(self, indices: IntArray) -> None:
+    def find_nonfinite_row(self, indices: IntArray) -> None:
         """`RelayedCall.usable` looks for such sums. Here it is not known which server would be at fault."""
 
 
@@ -87,8 +87,8 @@ class Relaying:
         """The shares, with those together that are sent as the parts of one call. The relay is the first."""
         pairs, partial = dict(shares), submission.gate_weights is not None
         groups = self._relays.groups(pairs, submission.top_k, self._replicas.ways, partial, now)
-        together = [[(server, pairs.pop(server)) for server in group] for group in groups]
-        return together + [[share] for share in pairs.items()]
+        relayed_groups = [[(server, pairs.pop(server)) for server in group] for group in groups]
+        return relayed_groups + [[share] for share in pairs.items()]
 
     def post(
         self, connection: ServerConnection, submission: Submission, shares: Shares, version: int
@@ -96,13 +96,13 @@ class Relaying:
         """Send the shares as one call to the relay. None if there is no room for it, or it is gone."""
         layer, top_k, width = submission.layer, submission.top_k, submission.hidden.shape[1]
         pairs = np.concatenate([share for _, share in shares])
-        used, row_of = np.unique(pairs // top_k, return_inverse=True)
-        hidden, weights = submission.hidden[used], submission.gate_weights_of(pairs)
-        summed = weights is not None
-        answers = len(hidden) if summed else len(pairs)
+        row_indices, row_of = np.unique(pairs // top_k, return_inverse=True)
+        hidden, weights = submission.hidden[row_indices], submission.gate_weights_of(pairs)
+        is_sum = weights is not None
+        answers = len(hidden) if is_sum else len(pairs)
         parts = [wire.Part(server, len(share)) for server, share in shares]
         try:
-            size = wire.size(len(hidden), len(pairs), width, summed, len(parts))
+            size = wire.size(len(hidden), len(pairs), width, is_sum, len(parts))
             call = connection.caller.open(size, answers, 4 * width)
             if call is None:
                 return None
@@ -112,48 +112,55 @@ class Relaying:
         except ConnectionLost:
             return None
         host = self._replicas.ways[shares[0][0]].host
-        relayed = RelayedCall(connection.entry.server, host, call, hidden, connection.end, summed, [])
+        relayed_call = RelayedCall(connection.entry.server, host, call, hidden, connection.end, is_sum, [])
         first = 0
         for server, share in shares:
-            part = self._part(relayed, submission, share, first, version)
-            relayed.parts.append(RelayedPart(server, part, first))
-            first += 0 if summed else len(share)
-        if summed:
-            _place_sums(relayed)
-        connection.relayed[call.number] = relayed
-        return relayed
+            part = self._part(relayed_call, submission, share, first, version)
+            relayed_call.parts.append(RelayedPart(server, part, first))
+            first += 0 if is_sum else len(share)
+        if is_sum:
+            _place_sums(relayed_call)
+        connection.relayed_calls[call.number] = relayed_call
+        return relayed_call
 
-    def rest(self, relayed: RelayedCall, now: float) -> None:
+    def pause_relaying(self, relayed_call: RelayedCall, now: float) -> None:
         """Send no parts to this host for a while."""
-        self._relays.rest(relayed.host, now)
+        self._relays.rest(relayed_call.host, now)
 
     def _part(
-        self, relayed: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int
+        self, relayed_call: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int
     ) -> OpenCall:
-        whole, row_bytes = relayed.call, relayed.call.row_bytes
-        rows = whole.rows if relayed.summed else len(pairs)
-        answer = whole.answer[first * row_bytes : (first + rows) * row_bytes]
+        call, row_bytes = relayed_call.call, relayed_call.call.row_bytes
+        rows = call.rows if relayed_call.is_sum else len(pairs)
+        answer = call.answer[first * row_bytes : (first + rows) * row_bytes]
         self._number -= 1
-        kind = HostSum if relayed.summed else OpenCall
+        kind = HostSum if relayed_call.is_sum else OpenCall
         part = kind(submission, pairs, PartOfCall(self._number, rows, row_bytes, answer), version)
-        part.relayed = relayed
+        part.relayed_call = relayed_call
         return part
 
 
-def _place_sums(relayed: RelayedCall) -> None:
+def _place_sums(relayed_call: RelayedCall) -> None:
     """Say for each part which of its pairs get sums."""
-    pairs = np.concatenate([part.call.pairs for part in relayed.parts])
-    owner = np.repeat(np.arange(len(relayed.parts)), [len(part.call.pairs) for part in relayed.parts])
+    pairs = np.concatenate([part.call.pairs for part in relayed_call.parts])
+    owner = np.repeat(
+        np.arange(len(relayed_call.parts)), [len(part.call.pairs) for part in relayed_call.parts]
+    )
     order = np.argsort(pairs)
-    top_k = relayed.parts[0].call.submission.top_k
+    top_k = relayed_call.parts[0].call.submission.top_k
     _, first = np.unique(pairs[order] // top_k, return_index=True)  # [m] rows ascend
-    chosen = order[first]
-    for index, part in enumerate(relayed.parts):
+    first_pairs = order[first]
+    for index, part in enumerate(relayed_call.parts):
         assert isinstance(part.call, HostSum)
-        rows = np.flatnonzero(owner[chosen] == index)
-        part.call.firsts = pairs[chosen[rows]], rows
+        rows = np.flatnonzero(owner[first_pairs] == index)
+        part.call.firsts = pairs[first_pairs[rows]], rows
 
 
 def open_calls(connections: Mapping[int, ServerConnection]) -> list[RelayedCall]:
     """The calls with parts that are under way."""
-    return [relayed for one in connections.values() for relayed in one.relayed.values() if relayed.live]
+    return [
+        relayed
+        for one in connections.values()
+        for relayed in one.relayed_calls.values()
+        if relayed.live_parts
+    ]

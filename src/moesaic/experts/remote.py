@@ -27,7 +27,7 @@ from moesaic.experts.answer_check import Check, WrongAnswer
 from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.experts.connector import Connector
-from moesaic.experts.observer import ClientObserver, Routes, UnobservedClient
+from moesaic.experts.observer import ClientObserver, RouteObserver, UnobservedClient
 from moesaic.experts.outstanding import (
     CallCounts,
     OpenCall,
@@ -71,9 +71,9 @@ class RemoteExperts:
     """
 
     job_id = b""
-    routes: Routes | None = None
+    routes: RouteObserver | None = None
     """Who wants to know which server answers for which pair."""
-    before_late: Callable[[], None] = staticmethod(lambda: None)
+    report_other_calls: Callable[[], None] = staticmethod(lambda: None)
     """Tells `Replicas` what servers were asked and have answered in other ways."""
 
     def __init__(
@@ -107,17 +107,17 @@ class RemoteExperts:
         self._replicas = replicas
         self._connector = connector
         self.wakeup = self._wakeup = wakeup
-        self._clock, self._secret, self._waited = clock, b"", 0.0
+        self._clock, self._secret, self._waiting_seconds = clock, b"", 0.0
         self._entries: dict[int, ServerEntry] = {}
         """The servers of the directory."""
         self._connections: dict[int, ServerConnection] = {}
         """By server. A server that left the directory is in here until it has answered its calls."""
         self._submissions: dict[int, Submission] = {}
         """By the number of the handle."""
-        self._submitted = 0
+        self._num_submitted = 0
         self.memory: WorkerMemory = HostWorkerMemory(put) if memory is None else memory
         self._answers, self._check = self.memory.answers, check
-        self._blamed: set[ServerEntry] = set()
+        self._blamed_servers: set[ServerEntry] = set()
         """Processes that gave wrong answers."""
         self._faulty: list[FaultyServer] = []
         """Reports that `faulty` has not returned yet."""
@@ -131,7 +131,7 @@ class RemoteExperts:
 
     def submit(self, request: ExpertRequest) -> RequestHandle:
         began = self._clock()
-        handle, self._submitted = RequestHandle(self._submitted), self._submitted + 1
+        handle, self._num_submitted = RequestHandle(self._num_submitted), self._num_submitted + 1
         pairs = self.memory.arrays(request)
         submission = Submission(
             handle, request.layer, pairs.hidden, pairs.experts, pairs.weights, pairs.top_k, place=pairs.place
@@ -139,25 +139,25 @@ class RemoteExperts:
         self._submissions[handle.number] = submission
         if self.routes is not None:
             submission.servers = np.full(len(pairs.experts), -1)
-            self.routes.sent(request.layer, pairs.experts, submission.servers)
+            self.routes.on_rows_sent(request.layer, pairs.experts, submission.servers)
         if self._wakeup.rung:  # a connection is ready, perhaps to the own rank's server
             self._progress()
         self._sender.send(submission, every_pair(len(pairs.experts), pairs.top_k)[0])
         if self._every_server:
             self._sender.send_empty(submission, self._connections.keys() & self._entries.keys())
         yield_core()
-        self._observer.sent(handle, request, began)
+        self._observer.on_request_sent(handle, request, began)
         return handle
 
     def poll(self, handle: RequestHandle) -> torch.Tensor | None:
         began = self._clock()
         submission = self._submissions[handle.number]
-        if submission.missing:
+        if submission.num_missing:
             self._progress()
-        if submission.missing:
+        if submission.num_missing:
             return None
         rows = self.rows(handle)
-        self._observer.answered(handle, began)
+        self._observer.on_answer(handle, began)
         return rows
 
     def release(self, handle: RequestHandle) -> None:
@@ -165,7 +165,7 @@ class RemoteExperts:
         submission.release()
         if submission.place is not None:
             self.memory.give_back(submission.place)
-        self._observer.released(handle)
+        self._observer.on_answer_released(handle)
 
     # ---- requests of which parts are used
 
@@ -174,24 +174,24 @@ class RemoteExperts:
         began = self._clock()
         self._progress()
         arrivals = self._arrivals.take()
-        self._observer.collected(arrivals, began)
+        self._observer.on_pairs_received(arrivals, began)
         return arrivals
 
     def rows(self, handle: RequestHandle) -> torch.Tensor:
         """The answer [n, k, h] as far as it has come in. It holds until the next call."""
         submission = self._submissions[handle.number]
-        out = submission.answer_memory(self._answers)
-        rows = out if isinstance(out, torch.Tensor) else torch.from_numpy(out)
-        return rows.view(-1, submission.top_k, out.shape[1])
+        answer = submission.answer_memory(self._answers)
+        rows = answer if isinstance(answer, torch.Tensor) else torch.from_numpy(answer)
+        return rows.view(-1, submission.top_k, answer.shape[1])
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True while an answer or the barrier is awaited, or `arrivals` has not returned everything."""
-        waiting = self._barrier_client.waiting or bool(self._arrivals)
-        return waiting or any(submission.missing for submission in self._submissions.values())
+        waiting = self._barrier_client.is_waiting or bool(self._arrivals)
+        return waiting or any(submission.num_missing for submission in self._submissions.values())
 
     @property
-    def connected(self) -> dict[int, ServerEntry]:
+    def connected_servers(self) -> dict[int, ServerEntry]:
         """The servers that are connected, also those that left the directory."""
         return {server: connection.entry for server, connection in self._connections.items()}
 
@@ -203,17 +203,17 @@ class RemoteExperts:
         return min((call.version for call in calls), default=self._sender.version)
 
     def update(self, directory: Directory, secret: bytes) -> None:
-        known, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
+        previous_entries, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
         self._secret, self._sender.version = secret, directory.version
         self._replicas.place(directory.experts, self._layout.num_experts, directory.suspected, directory.ways)
-        for server in set(known) - set(self._entries):
+        for server in set(previous_entries) - set(self._entries):
             self._connector.stop(server)
         for server, entry in self._entries.items():
             connection = self._connections.get(server)  # also where it had left and has calls to answer
-            if (known.get(server, entry) if connection is None else connection.entry) != entry:
+            if (previous_entries.get(server, entry) if connection is None else connection.entry) != entry:
                 self._replicas.replaced(server)
                 self._fail(server)
-            elif server not in known and connection is None:
+            elif server not in previous_entries and connection is None:
                 self._connector.start(entry, secret)
         self._retire()
         self._progress()
@@ -221,7 +221,7 @@ class RemoteExperts:
     def meet(self, place: JoinJob) -> None:
         """Rows of these requests do not go through a job."""
 
-    def faulty(self) -> list[FaultyServer]:
+    def take_faulty_servers(self) -> list[FaultyServer]:
         faulty, self._faulty = self._faulty, []
         return faulty
 
@@ -233,33 +233,33 @@ class RemoteExperts:
         limits = [max(0.001, one - began) for one in deadlines] + ([] if timeout is None else [timeout])
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
-        if not self._barrier_client.idle:
-            self._waited += self._clock() - began
-        self._observer.waited(began)
+        if not self._barrier_client.is_idle:
+            self._waiting_seconds += self._clock() - began
+        self._observer.on_wait(began)
         return news
 
     def enter_barrier(self, work: bool) -> None:
         self._barrier_client.enter(work)
-        self._observer.at_barrier(work)
+        self._observer.on_barrier(work)
 
-    def passed_barrier(self) -> bool:
-        if not self._barrier_client.waiting:
+    def poll_barrier(self) -> bool:
+        if not self._barrier_client.is_waiting:
             return False
         self._progress()
-        passed = self._barrier_client.entered()
-        if passed:
-            self._observer.at_barrier(False)
-        return passed
+        has_passed = self._barrier_client.poll()
+        if has_passed:
+            self._observer.on_barrier(False)
+        return has_passed
 
     def stats(self) -> ExpertStats:
         """What was counted so far."""
-        return self._counts.stats(self._waited, self._replicas.stats)
+        return self._counts.stats(self._waiting_seconds, self._replicas.stats)
 
     def close(self) -> None:
         """Close all connections, and `wakeup`."""
         for server in list(self._entries):
             self._connector.stop(server)
-        for _, caller in self._connector.made():
+        for _, caller in self._connector.take_connections():
             caller.close()
         for connection in self._connections.values():
             connection.caller.close()
@@ -273,17 +273,17 @@ class RemoteExperts:
         """Do everything that can be done without waiting."""
         if self._wakeup.rung:
             self._wakeup.clear()
-            for entry, caller in self._connector.made():
+            for entry, caller in self._connector.take_connections():
                 self._join(entry, caller)
         for server, connection in list(self._connections.items()):
             try:
                 for call, indices in connection.caller.poll():
                     if call.number in connection.calls:
                         self._receive(connection, connection.calls[call.number], indices)
-                    elif call.number in connection.relayed:
+                    elif call.number in connection.relayed_calls:
                         self._receive_parts(connection, call.number, indices)
                     else:
-                        self._barrier_client.answered(connection, call)
+                        self._barrier_client.on_answer(connection, call)
             except DamagedMessage as damage:
                 LOG.warning("dropped expert server %d: %s", server, damage)
                 self._fail(server)
@@ -291,17 +291,17 @@ class RemoteExperts:
                 self._blame(connection.entry, str(wrong))
             except ConnectionLost:
                 self._fail(server)
-        now, relayed = self._clock(), open_calls(self._connections)
-        for server in self._replicas.slow(waited_for(relayed), now) if relayed else ():
-            self._sender.take_back([part for one in relayed for part in needing(one, server)])
-        self.before_late()
+        now, relayed_calls = self._clock(), open_calls(self._connections)
+        for server in self._replicas.slow(waited_for(relayed_calls), now) if relayed_calls else ():
+            self._sender.take_back([part for one in relayed_calls for part in needing(one, server)])
+        self.report_other_calls()
         for server in self._replicas.late(now):
             self._replicas.mask(server)
             self._fail(server)
         self._sender.retry()
         self.memory.poll()
-        listed = [one for server, one in self._connections.items() if server in self._entries]
-        self._barrier_client.arrive(listed)
+        listed_connections = [one for server, one in self._connections.items() if server in self._entries]
+        self._barrier_client.arrive(listed_connections)
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         if self._entries.get(entry.server) != entry or entry.server in self._connections:
@@ -316,12 +316,12 @@ class RemoteExperts:
         if wrong is not None:
             raise WrongAnswer(wrong)
         pairs, fresh = call.receive(indices, self._answers)
-        submission.missing -= fresh
+        submission.num_missing -= fresh
         if submission.servers is not None:
             submission.servers[pairs] = server
         self._arrivals.add(submission, pairs, fresh)
         self._replicas.answered(server, fresh, self._clock())
-        if not call.left:
+        if not call.num_missing:
             del connection.calls[call.call.number]
             call.complete(connection.caller.release)
             if server not in self._entries:
@@ -329,16 +329,19 @@ class RemoteExperts:
 
     def _receive_parts(self, relay: ServerConnection, number: int, indices: IntArray) -> None:
         """Rows of a call with parts came in. A wrong answer is that of the part's server."""
-        relayed = relay.relayed[number]
-        for part, rows in relayed.arrived(indices):
-            if not part.live:
+        relayed_call = relay.relayed_calls[number]
+        for part, rows in relayed_call.split_rows(indices):
+            if not part.is_live:
                 continue  # it was taken back with the part before
-            connection, usable = self._connections[part.server], relayed.usable(part, rows)
+            connection, computed_rows = (
+                self._connections[part.server],
+                relayed_call.select_computed(part, rows),
+            )
             try:
-                if len(usable):
-                    self._receive(connection, part.call, usable)
-                if len(usable) < len(rows):
-                    self._sender.take_back(relayed.live if relayed.summed else [part])
+                if len(computed_rows):
+                    self._receive(connection, part.call, computed_rows)
+                if len(computed_rows) < len(rows):
+                    self._sender.take_back(relayed_call.live_parts if relayed_call.is_sum else [part])
             except WrongAnswer as wrong:
                 self._blame(connection.entry, str(wrong))
         if relay.entry.server not in self._entries:
@@ -350,26 +353,26 @@ class RemoteExperts:
         Late answers are lost with the connection and its memory. That is the fence that the paper lacks.
         """
         calls = open_calls(self._connections)
-        others = [part for one in calls for part in needing(one, server) if part.server != server]
-        left = self._drop(server)
+        other_parts = [part for one in calls for part in needing(one, server) if part.server != server]
+        unanswered_calls = self._drop(server)
         entry = self._entries.get(server)
-        if entry is not None and entry not in self._blamed:
+        if entry is not None and entry not in self._blamed_servers:
             self._connector.start(entry, self._secret)
-        for call in left:
-            if call.submission.released:
+        for call in unanswered_calls:
+            if call.submission.is_released:
                 continue
             if not len(call.pairs):
-                call.submission.missing -= 1  # an empty call is not sent again
+                call.submission.num_missing -= 1  # an empty call is not sent again
                 self._arrivals.add(call.submission, call.pairs, 1)
                 continue
             call.submission.attempt += 1
-            self._sender.send(call.submission, call.missing)
-        self._sender.take_back(others)
+            self._sender.send(call.submission, call.missing_pairs)
+        self._sender.take_back(other_parts)
 
     def _blame(self, entry: ServerEntry, reason: str) -> None:
         """Give up a server for good, until another process has its id."""
         LOG.warning("dropped expert server %d: it %s", entry.server, reason)
-        self._blamed.add(entry)
+        self._blamed_servers.add(entry)
         self._faulty.append(FaultyServer(entry.server, entry.incarnation, reason))
         self._fail(entry.server)
 
@@ -378,14 +381,14 @@ class RemoteExperts:
         connection = self._connections.pop(server, None)
         if connection is None:
             return []
-        self._replicas.lost(server, connection.outstanding)
+        self._replicas.lost(server, connection.num_missing_pairs)
         self._make_room()  # the connection's memory may be freed
         connection.caller.close()
-        for relayed in connection.relayed.values():
-            relayed.closed = True
+        for relayed_call in connection.relayed_calls.values():
+            relayed_call.is_closed = True
         for call in connection.calls.values():
-            if call.relayed is not None:
-                call.relayed.end(call)
+            if call.relayed_call is not None:
+                call.relayed_call.end(call)
         return list(connection.calls.values())
 
     def _make_room(self) -> int:
@@ -395,5 +398,5 @@ class RemoteExperts:
     def _retire(self) -> None:
         """Close connections to servers that left the directory, once they have no unanswered calls."""
         for server, connection in list(self._connections.items()):
-            if server not in self._entries and not connection.calls and not connection.relayed:
+            if server not in self._entries and not connection.calls and not connection.relayed_calls:
                 self._drop(server)

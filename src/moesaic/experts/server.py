@@ -39,7 +39,7 @@ SPIN = 50e-6
 
 
 @dataclass
-class Served:
+class ServerCounters:
     """Counters of a server since it started. They only grow."""
 
     calls: int = 0
@@ -61,7 +61,7 @@ class _Call:
     request: wire.Request
     memory: CallMemory
     end: Answerer
-    left: int
+    num_missing: int
     """Pairs that were not computed yet."""
 
 
@@ -100,7 +100,7 @@ class ExpertServer:
         self._index = {layer: index for index, layer in enumerate(layout.layers)}
         self._num_layers = max(layout.layers, default=0) + 1
         shape = (len(layout.layers), layout.num_experts)
-        self.served = Served(load=np.zeros(shape, dtype=np.int64))
+        self.counters = ServerCounters(load=np.zeros(shape, dtype=np.int64))
 
     @property
     def clients(self) -> int:
@@ -125,7 +125,7 @@ class ExpertServer:
         now = self._clock()
         run = self._service.next_run(now)
         if run is not None:
-            self._observer.queued(self._service.waiting_pairs)
+            self._observer.on_queue_changed(self._service.waiting_pairs)
             self._run(run, now)
             return
         patience = self._service.wait(now)
@@ -142,8 +142,8 @@ class ExpertServer:
         self._ends.clear()
 
     def _accept(self) -> None:
-        for end in self._listener.accepted():
-            client = self._workers.connected()
+        for end in self._listener.take_connections():
+            client = self._workers.add_connection()
             self._ends[client] = end
             self._barrier.joined(client)
 
@@ -173,7 +173,7 @@ class ExpertServer:
             memory = self._memory.open(incoming, request)
         number, self._next_call = self._next_call, self._next_call + 1
         self._calls[number] = _Call(answering, request, memory, end, len(request.experts))
-        self.served.calls += 1
+        self.counters.calls += 1
         if request.work is None:
             self._queue(client, number, request)
         else:
@@ -186,13 +186,13 @@ class ExpertServer:
         fits = incoming.row_bytes == 4 * self._layout.hidden and incoming.rows == request.answer_rows
         if not known or not fits:
             raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
-        if self._workers.of_relay(client) and (request.parts or request.work is not None):
+        if self._workers.is_from_relay(client) and (request.parts or request.work is not None):
             raise DamagedMessage("a relay sent what only clients send")
         return request
 
     def _greet(self, client: int, incoming: Incoming) -> None:
         """A client says that it is a relay, so that nobody waits for it at the barrier."""
-        self._workers.is_relay(client)
+        self._workers.mark_relay(client)
         incoming.publish(np.zeros(1, dtype=np.int64))
         self._open(self._barrier.left(client))
 
@@ -202,7 +202,7 @@ class ExpertServer:
         self._open([] if own is None else self._barrier.computes(own))
         caller = self._workers.caller(client, request.worker)
         self._service.arrived(call, caller, request.layer, request.experts, self._clock())
-        self._observer.queued(self._service.waiting_pairs)
+        self._observer.on_queue_changed(self._service.waiting_pairs)
 
     def _arrive(self, client: int, call: int, request: wire.Request) -> None:
         """A client is at the barrier. It runs no step until this or another server's barrier opens."""
@@ -210,19 +210,19 @@ class ExpertServer:
         if self._barrier.has_begun(request.step):
             self._begin(call)
             return
-        self._workers.paused(client, request.worker)
+        self._workers.pause(client, request.worker)
         self._open(self._barrier.arrived(client, call, request.work, request.step))
 
     def _begin(self, call: int) -> None:
         """Answer a call that arrived at the barrier."""
-        wire.write_begun(self._calls[call].memory.answer.data.cast("B"), self._barrier.step - 1)
+        wire.write_step_begun(self._calls[call].memory.answer.data.cast("B"), self._barrier.step - 1)
         self._answer(call, NO_PAIRS)
 
     def _forget(self, client: int) -> None:
         end = self._ends.pop(client)
         end.close()
-        self._workers.left(client)
-        self._observer.queued(self._service.waiting_pairs)
+        self._workers.remove_connection(client)
+        self._observer.on_queue_changed(self._service.waiting_pairs)
         self._open(self._barrier.left(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
@@ -234,9 +234,9 @@ class ExpertServer:
         for number in calls:
             self._begin(number)
         if calls:
-            self._workers.begin()
+            self._workers.begin_step()
 
-    def _run(self, run: Run, started: float) -> None:
+    def _run(self, run: Run, start_time: float) -> None:
         """Compute the parts of `run` as one batch and publish each of them in its call."""
         calls = self._parts(run)
         parts = [self._part(call, pairs) for call, pairs in calls]
@@ -245,18 +245,20 @@ class ExpertServer:
                 began = self._clock()
                 self._backend.run(run.layer, parts)
                 self._memory.finish([(call.memory, pairs) for call, pairs in calls])
-                self._observer.computed(run.layer, parts, len({id(call.end) for call, _ in calls}), began)
+                self._observer.on_run_computed(
+                    run.layer, parts, len({id(call.end) for call, _ in calls}), began
+                )
         except KeyError as missing:
             self._refuse(run, missing)
             left = [(number, pairs) for number, pairs in run.parts if number in self._calls]
             if left:
-                self._run(Run(run.layer, left), started)
+                self._run(Run(run.layer, left), start_time)
             return
         for number, pairs in run.parts:
             self._answer(number, pairs)
         yield_core()
         ids = np.concatenate([part.experts for part in parts])
-        self._count(run.layer, ids, self._clock() - started)
+        self._count(run.layer, ids, self._clock() - start_time)
 
     def _part(self, call: _Call, pairs: IntArray) -> CallPairs:
         request, memory = call.request, call.memory
@@ -268,14 +270,14 @@ class ExpertServer:
     def _answer(self, number: int, pairs: IntArray) -> None:
         """Publish these pairs to the client. A call whose last pair is among them is removed."""
         call = self._calls[number]
-        call.left -= len(pairs)
+        call.num_missing -= len(pairs)
         if not len(call.request.experts):
             call.incoming.publish(np.zeros(1, dtype=np.int64))
         elif call.request.weights is None:
             call.incoming.publish(pairs)
-        elif not call.left:
+        elif not call.num_missing:
             call.incoming.publish(call.memory.sum_pairs())
-        if not call.left:
+        if not call.num_missing:
             del self._calls[number]
 
     def _refuse(self, run: Run, missing: KeyError) -> None:
@@ -283,9 +285,13 @@ class ExpertServer:
 
         So they do not wait for an answer that cannot come.
         """
-        held = self._backend.held.get(run.layer, [])
+        resident_experts = self._backend.resident_experts.get(run.layer, [])
         parts = self._parts(run)
-        wrong = [call.end for call, pairs in parts if not np.isin(call.request.experts[pairs], held).all()]
+        wrong = [
+            call.end
+            for call, pairs in parts
+            if not np.isin(call.request.experts[pairs], resident_experts).all()
+        ]
         ends = wrong or [
             call.end for call, _ in parts
         ]  # all of them, if the loaded experts changed meanwhile
@@ -295,8 +301,8 @@ class ExpertServer:
 
     def _count(self, layer: int, ids: IntArray, seconds: float) -> None:
         counts = np.bincount(ids, minlength=self._layout.num_experts)
-        self.served.load[self._index[layer]] += counts
-        self.served.pairs += len(ids)
-        self.served.runs += 1
-        self.served.expert_runs += int(np.count_nonzero(counts))
-        self.served.busy_seconds += seconds
+        self.counters.load[self._index[layer]] += counts
+        self.counters.pairs += len(ids)
+        self.counters.runs += 1
+        self.counters.expert_runs += int(np.count_nonzero(counts))
+        self.counters.busy_seconds += seconds

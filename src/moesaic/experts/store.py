@@ -18,12 +18,12 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
 from moesaic.core.stored import of_matrices
-from moesaic.kernels.compressed import decompress
-from moesaic.models.columns import as_rows, bias_rows, turned
+from moesaic.kernels.compressed_layout import decompress
+from moesaic.models.columns import as_rows, bias_rows, transpose_bytes
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
-from moesaic.models.pages import PAGE, aligned, huge_pages, prefer_huge
+from moesaic.models.pages import PAGE, align_size, huge_pages, prefer_huge
 from moesaic.models.quantization.scheme import Matrix
 
 Bytes = npt.NDArray[np.uint8]
@@ -34,16 +34,16 @@ CHUNK = 64 << 20
 class Store:
     """The loaded experts of a server, as tables of addresses by layer."""
 
-    def __init__(self, path: Path, layout: ExpertLayout, mapped: bool = True) -> None:
+    def __init__(self, path: Path, layout: ExpertLayout, use_mmap: bool = True) -> None:
         self.layout = layout
-        mapped = mapped and layout.form == ROWS  # others are always copied, as rows
-        self._checkpoint = _Checkpoint(path, _Mapped().part if mapped else _read)
-        self._slots = None if mapped else Slots(layout.matrix_bytes)
+        use_mmap = use_mmap and layout.form == ROWS  # others are always copied, as rows
+        self._checkpoint = _Checkpoint(path, _MappedFiles().part if use_mmap else _read)
+        self._slots = None if use_mmap else Slots(layout.matrix_bytes)
         self._tables = {
             layer: np.zeros((PARTS[layout.form], layout.num_experts), dtype=np.uint64)
             for layer in layout.prefixes
         }
-        self._held: dict[tuple[int, int], list[Bytes]] = {}
+        self._matrices: dict[tuple[int, int], list[Bytes]] = {}
         self._places: dict[tuple[int, int], Bytes] = {}
         """The slot of each expert that was copied."""
 
@@ -53,53 +53,53 @@ class Store:
         return self._tables[layer]
 
     @property
-    def held(self) -> dict[int, list[int]]:
+    def resident_experts(self) -> dict[int, list[int]]:
         """Layer -> the loaded experts, ascending."""
-        held: dict[int, list[int]] = {}
-        for layer, expert in sorted(self._held):
-            held.setdefault(layer, []).append(expert)
-        return held
+        experts_by_layer: dict[int, list[int]] = {}
+        for layer, expert in sorted(self._matrices):
+            experts_by_layer.setdefault(layer, []).append(expert)
+        return experts_by_layer
 
-    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Load these experts too, and read their pages. wanted: layer -> expert ids.
+    def load(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
+        """Load these experts too, and read their pages. experts_by_layer: layer -> expert ids.
 
         Raises CheckpointError for an expert that does not exist or cannot be read.
         """
-        for layer, experts in wanted.items():
+        for layer, experts in experts_by_layer.items():
             if layer not in self.layout.prefixes:
                 raise CheckpointError(f"{self._checkpoint.path}: layer {layer} has no routed experts")
             for expert in experts:
-                if (layer, expert) not in self._held:
-                    self._take(layer, expert)
+                if (layer, expert) not in self._matrices:
+                    self._load_expert(layer, expert)
 
-    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        """Drop all experts except these. wanted: layer -> expert ids."""
-        kept = {(layer, expert) for layer, experts in wanted.items() for expert in experts}
-        for layer, expert in set(self._held) - kept:
+    def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
+        """Drop all experts except these. experts_by_layer: layer -> expert ids."""
+        kept_pairs = {(layer, expert) for layer, experts in experts_by_layer.items() for expert in experts}
+        for layer, expert in set(self._matrices) - kept_pairs:
             self._tables[layer][:, expert] = 0
-            del self._held[layer, expert]
+            del self._matrices[layer, expert]
             if self._slots is not None:
                 self._slots.give_back(self._places.pop((layer, expert)))
 
-    def _take(self, layer: int, expert: int) -> None:
+    def _load_expert(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
-        stored, down = (STORED.get(one, one) for one in of_matrices(self.layout.dtype_of(layer)))
+        dtype, down_dtype = (STORED.get(one, one) for one in of_matrices(self.layout.dtype_of(layer)))
         tensors = self.layout.tensors(layer, expert)
-        kinds = [stored, down] if self.layout.form == COLUMNS else [stored, stored, down]
+        kinds = [dtype, down_dtype] if self.layout.form == COLUMNS else [dtype, dtype, down_dtype]
         parts = [
-            self._checkpoint.part(name, *shape, stored=kind)
+            self._checkpoint.part(name, *shape, dtype=kind)
             for (name, *shape), kind in zip(tensors, [*kinds, "F32", "F32"], strict=False)
         ]
         if self.layout.form == COLUMNS:
-            parts = as_rows(parts, WIDTHS[stored], self.layout.width)
+            parts = as_rows(parts, WIDTHS[dtype], self.layout.width)
         if self.layout.form == DOWN_COLUMNS:
-            parts = [*parts[:2], turned(parts[2], WIDTHS[stored], self.layout.width)]
+            parts = [*parts[:2], transpose_bytes(parts[2], WIDTHS[dtype], self.layout.width)]
         if self.layout.form == BIASED_ROWS:
             parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
         if self._slots is not None:
             self._places[layer, expert], parts = self._slots.copy(parts)
-        self._held[layer, expert] = parts
+        self._matrices[layer, expert] = parts
         self._tables[layer][:, expert] = [part.ctypes.data for part in parts]
 
 
@@ -112,34 +112,34 @@ class _Checkpoint:
         self._headers = Headers(path)
         self._part = part
 
-    def part(self, name: str, *shape: int, stored: str) -> Bytes:
-        """The bytes of a matrix or vector in type `stored`: a view when the file has that type, else a
+    def part(self, name: str, *shape: int, dtype: str) -> Bytes:
+        """The bytes of a matrix or vector in type `dtype`: a view when the file has that type, else a
         converted copy.
         """
-        matrix = self._headers.quantized(name, *shape)
+        matrix = self._headers.find_quantized(name, *shape)
         if matrix is not None:
-            return self._quantized(matrix, stored)
+            return self._read_quantized(matrix, dtype)
         place = self._headers.find(name, *shape)
-        part = self._whole(name, place)
-        if place.dtype != stored:
-            return _as(stored, part, place, name, shape[-1])
+        part = self._read_place(name, place)
+        if place.dtype != dtype:
+            return _convert_matrix(dtype, part, place, name, shape[-1])
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
-    def _quantized(self, matrix: Matrix, stored: str) -> Bytes:
-        """The bytes of a quantised matrix in type `stored`."""
-        read = self._headers.reader(lambda place: self._whole(matrix.name, place))
+    def _read_quantized(self, matrix: Matrix, dtype: str) -> Bytes:
+        """The bytes of a quantised matrix in type `dtype`."""
+        read = self._headers.reader(lambda place: self._read_place(matrix.name, place))
         try:
-            if matrix.dtype == stored:
-                return matrix.packed(read).reshape(-1)
+            if matrix.dtype == dtype:
+                return matrix.pack_rows(read).reshape(-1)
             floats = matrix.floats(read).reshape(-1).view(np.uint8)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        if stored not in NUMBERS:
-            problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
+        if dtype not in NUMBERS:
+            problem = f"an expert is stored as {matrix.dtype}; allowed: {dtype}, as others"
             raise CheckpointError(f"{self.path}: tensor {matrix.name}: {problem}")
-        return floats if stored == "F32" else _converted(floats, "F32", stored)
+        return floats if dtype == "F32" else _convert_numbers(floats, "F32", dtype)
 
-    def _whole(self, name: str, place: Place) -> Bytes:
+    def _read_place(self, name: str, place: Place) -> Bytes:
         part = self._part(place)
         if len(part) < place.size:
             raise CheckpointError(f"{place.file}: truncated since its header was read: tensor {name}")
@@ -154,7 +154,7 @@ def _read(place: Place) -> Bytes:
         raise CheckpointError(f"{place.file}: cannot be read ({error})") from error
 
 
-class _Mapped:
+class _MappedFiles:
     """Mapped files. Every page is touched at loading, so that the first requests do not wait for the disk."""
 
     def __init__(self) -> None:
@@ -168,38 +168,38 @@ class _Mapped:
     def _map(self, file: Path) -> Bytes:
         if file not in self._files:
             try:
-                with file.open("rb") as opened:
-                    mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+                with file.open("rb") as stream:
+                    mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
-            self._files[file] = whole = np.frombuffer(mapped, dtype=np.uint8)
-            prefer_huge(whole.ctypes.data, whole.size)
+            self._files[file] = contents = np.frombuffer(mapping, dtype=np.uint8)
+            prefer_huge(contents.ctypes.data, contents.size)
         return self._files[file]
 
 
-def _as(stored: str, part: Bytes, place: Place, name: str, columns: int) -> Bytes:
-    """A copy of a matrix in another type. Raises CheckpointError when `stored` is the compressed type."""
-    if stored not in NUMBERS:
-        problem = f"an expert is stored as {place.dtype}; allowed: {stored}, as others"
+def _convert_matrix(dtype: str, part: Bytes, place: Place, name: str, columns: int) -> Bytes:
+    """A copy of a matrix in another type. Raises CheckpointError when `dtype` is the compressed type."""
+    if dtype not in NUMBERS:
+        problem = f"an expert is stored as {place.dtype}; allowed: {dtype}, as others"
         raise CheckpointError(f"{place.file}: tensor {name}: {problem}")
     if place.dtype != COMPRESSED_ROWS:
-        return _converted(part, place.dtype, stored)
+        return _convert_numbers(part, place.dtype, dtype)
     bits = decompress(part.reshape(place.shape), columns).reshape(-1).view(np.uint8)
-    return bits if stored == "BF16" else _converted(bits, "BF16", stored)
+    return bits if dtype == "BF16" else _convert_numbers(bits, "BF16", dtype)
 
 
-def _converted(part: Bytes, kind: str, stored: str) -> Bytes:
+def _convert_numbers(part: Bytes, kind: str, dtype: str) -> Bytes:
     """A copy in another type, rounded to nearest even where that is narrower. NaN stays NaN."""
     if kind == "BF16":
         wide = (part.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     else:
         wide = part.view(np.float16 if kind == "F16" else np.float32).astype(np.float32)
-    if stored == "F32":
+    if dtype == "F32":
         return wide.view(np.uint8)
     bits = wide.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded[np.isnan(wide)] = 0x7FC0
-    return rounded.astype(np.uint16).view(np.uint8)
+    rounded_bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded_bits[np.isnan(wide)] = 0x7FC0
+    return rounded_bits.astype(np.uint16).view(np.uint8)
 
 
 class Slots:
@@ -221,7 +221,7 @@ class Slots:
     def __init__(self, sizes: Sequence[int]) -> None:
         """sizes: bytes of each matrix of an expert, or more."""
         self._sizes = tuple(sizes)
-        self._slot = sum(map(aligned, sizes))
+        self._slot = sum(map(align_size, sizes))
         self._free: list[Bytes] = []
 
     def copy(self, parts: Sequence[Bytes]) -> tuple[Bytes, list[Bytes]]:
@@ -233,7 +233,7 @@ class Slots:
             copy = slot[begin : begin + len(part)]
             copy[:] = part
             copies.append(copy)
-            begin += aligned(size)
+            begin += align_size(size)
         return slot, copies
 
     def give_back(self, slot: Bytes) -> None:

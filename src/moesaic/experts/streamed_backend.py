@@ -37,57 +37,60 @@ class StreamedBackend:
         self.name = self._kernels.name
         self._path, self._layout = path, layout
         self._pool = ExpertPool(path, layout, fast_memory)
-        self._held: dict[int, frozenset[int]] = dict.fromkeys(layout.layers, frozenset())
+        self._resident: dict[int, frozenset[int]] = dict.fromkeys(layout.layers, frozenset())
         self._changing = threading.Lock()
 
     @property
-    def held(self) -> dict[int, list[int]]:
-        return {layer: sorted(experts) for layer, experts in self._held.items() if experts}
+    def resident_experts(self) -> dict[int, list[int]]:
+        return {layer: sorted(experts) for layer, experts in self._resident.items() if experts}
 
     def residency(self) -> ResidencyStats:
         """What runs so far found in memory, and what they read."""
         return self._pool.stats
 
-    def take(self, wanted: Mapping[int, Iterable[int]]) -> None:
-        new = {layer: frozenset(experts) for layer, experts in wanted.items()}
+    def load(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
+        new = {layer: frozenset(experts) for layer, experts in experts_by_layer.items()}
         for layer, experts in new.items():
-            if layer not in self._held:
+            if layer not in self._resident:
                 raise CheckpointError(f"{self._path}: layer {layer} has no routed experts")
             for expert in experts:
                 if not 0 <= expert < self._layout.num_experts:
-                    allowed = f"0 to {self._layout.num_experts - 1}"
-                    raise CheckpointError(f"experts: got {expert}; allowed: {allowed}")
+                    allowed_range = f"0 to {self._layout.num_experts - 1}"
+                    raise CheckpointError(f"experts: got {expert}; allowed: {allowed_range}")
         with self._changing:
-            self._held = {layer: held | new.get(layer, frozenset()) for layer, held in self._held.items()}
+            self._resident = {
+                layer: held | new.get(layer, frozenset()) for layer, held in self._resident.items()
+            }
 
-    def keep(self, wanted: Mapping[int, Iterable[int]]) -> None:
+    def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
         with self._changing:
-            self._held = {
-                layer: held & frozenset(wanted.get(layer, ())) for layer, held in self._held.items()
+            self._resident = {
+                layer: held & frozenset(experts_by_layer.get(layer, ()))
+                for layer, held in self._resident.items()
             }
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
         experts: IntArray = np.concatenate([part.experts for part in parts])
-        chosen = np.unique(experts).tolist()
-        for expert in chosen:
-            if expert not in self._held[layer]:
+        distinct_experts = np.unique(experts).tolist()
+        for expert in distinct_experts:
+            if expert not in self._resident[layer]:
                 raise KeyError(f"expert {expert} is not held here")
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
         self._pool.learn(layer, experts)
         answer = np.empty(rows.shape, dtype=np.float32)
-        for begin in range(0, len(chosen), self._pool.places):
-            some = chosen[begin : begin + self._pool.places]
-            pairs = np.flatnonzero(np.isin(experts, some))
-            answer[pairs] = self._answer(layer, some, rows[pairs], experts[pairs])
+        for begin in range(0, len(distinct_experts), self._pool.places):
+            expert_group = distinct_experts[begin : begin + self._pool.places]
+            pairs = np.flatnonzero(np.isin(experts, expert_group))
+            answer[pairs] = self._answer(layer, expert_group, rows[pairs], experts[pairs])
         begin = 0
         for part in parts:
-            part.out[part.lines] = answer[begin : begin + len(part.lines)]
-            begin += len(part.lines)
+            part.results[part.result_rows] = answer[begin : begin + len(part.result_rows)]
+            begin += len(part.result_rows)
 
-    def _answer(self, layer: int, some: list[int], rows: np.ndarray, experts: IntArray) -> np.ndarray:
-        """[p, h] answers of pairs whose experts are among `some`."""
-        weights = self._pool.with_chosen(layer, some)
+    def _answer(self, layer: int, expert_group: list[int], rows: np.ndarray, experts: IntArray) -> np.ndarray:
+        """[p, h] answers of pairs whose experts are among `expert_group`."""
+        weights = self._pool.load_experts(layer, expert_group)
         with torch.inference_mode():
             ids = torch.from_numpy(experts)[:, None]
-            found = self._kernels.experts(weights, torch.from_numpy(rows), ids)[:, 0]
-            return found.numpy()
+            answers = self._kernels.experts(weights, torch.from_numpy(rows), ids)[:, 0]
+            return answers.numpy()

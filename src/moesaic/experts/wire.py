@@ -101,8 +101,8 @@ class Request:
         In this order the sums of --combine partial are added up.
         """
         order = np.argsort(self.rows, kind="stable")
-        before = np.arange(len(order)) - np.searchsorted(self.rows[order], self.rows[order])
-        return [order[before == turn] for turn in range(int(before.max()) + 1)]
+        num_before = np.arange(len(order)) - np.searchsorted(self.rows[order], self.rows[order])
+        return [order[num_before == turn] for turn in range(int(num_before.max()) + 1)]
 
     @property
     def slices(self) -> list[slice]:
@@ -134,20 +134,20 @@ def write(
     count = count if places is None else len(places)
     kind = _EXACT if weights is None else _PARTIAL
     _HEADER.pack_into(memory, 0, _MAGIC, layer, kind, len(parts), count, pairs, width, attempt, worker)
-    named = np.frombuffer(memory, np.int32, 2 * pairs, _HEADER.size)
-    named[:pairs], named[pairs:] = experts, rows
-    at = _HEADER.size + 8 * pairs
+    ids = np.frombuffer(memory, np.int32, 2 * pairs, _HEADER.size)
+    ids[:pairs], ids[pairs:] = experts, rows
+    offset = _HEADER.size + 8 * pairs
     if weights is not None:
-        np.frombuffer(memory, np.float32, pairs, at)[:] = weights
-        at += 4 * pairs
+        np.frombuffer(memory, np.float32, pairs, offset)[:] = weights
+        offset += 4 * pairs
     if parts:
         table = [part.server for part in parts] + [part.pairs for part in parts]
-        np.frombuffer(memory, np.int32, len(table), at)[:] = table
-        at += 4 * len(table)
+        np.frombuffer(memory, np.int32, len(table), offset)[:] = table
+        offset += 4 * len(table)
     if places is None:
-        np.frombuffer(memory, np.float32, count * width, at).reshape(count, width)[:] = hidden
+        np.frombuffer(memory, np.float32, count * width, offset).reshape(count, width)[:] = hidden
     else:
-        np.frombuffer(memory, np.int32, count, at)[:] = places
+        np.frombuffer(memory, np.int32, count, offset)[:] = places
 
 
 def header(layer: int, hidden: int, worker: int) -> npt.NDArray[np.int32]:
@@ -160,25 +160,25 @@ def header(layer: int, hidden: int, worker: int) -> npt.NDArray[np.int32]:
     return np.frombuffer(memory, np.int32)
 
 
-def claimed(memory: memoryview) -> tuple[int, int]:
+def read_counts(memory: memoryview) -> tuple[int, int]:
     """Rows and pairs of the request at the begin of `memory`, as its header says."""
     rows, pairs = _HEADER.unpack_from(memory, 0)[4:6]
     return rows, pairs
 
 
-def arrive(memory: memoryview, hidden: int, work: bool, step: int, worker: int = 0) -> None:
+def write_arrival(memory: memoryview, hidden: int, work: bool, step: int, worker: int = 0) -> None:
     """Write a barrier call into `memory`, which has ARRIVAL_BYTES."""
     kind = _BARRIER_WITH_WORK if work else _BARRIER
     _HEADER.pack_into(memory, 0, _MAGIC, 0, kind, 0, 0, 0, hidden, 0, worker)
     _STEP.pack_into(memory, _HEADER.size, step)
 
 
-def write_begun(answer: memoryview, step: int) -> None:
+def write_step_begun(answer: memoryview, step: int) -> None:
     """Write into the answer to a barrier call which step has begun."""
     _STEP.pack_into(answer, 0, step)
 
 
-def read_begun(answer: memoryview) -> int:
+def read_step_begun(answer: memoryview) -> int:
     """The number of the step that has begun, by the answer to a barrier call.
 
     Raises DamagedMessage for a number above MOST_STEPS.
@@ -186,14 +186,14 @@ def read_begun(answer: memoryview) -> int:
     return _step(answer, 0)
 
 
-def _step(memory: memoryview, at: int) -> int:
-    step: int = _STEP.unpack_from(memory, at)[0]
+def _step(memory: memoryview, offset: int) -> int:
+    step: int = _STEP.unpack_from(memory, offset)[0]
     if step > MOST_STEPS:
         raise DamagedMessage(f"a barrier call is for step {step}, and {MOST_STEPS} is the last one")
     return step
 
 
-def greet(memory: memoryview, hidden: int) -> None:
+def write_greeting(memory: memoryview, hidden: int) -> None:
     """Write the first request of a relay into `memory`, which has `size(0, 0, hidden, False)` bytes."""
     _HEADER.pack_into(memory, 0, _MAGIC, 0, _GREETING, 0, 0, 0, hidden, 0, 0)
 
@@ -214,45 +214,47 @@ def parse(
     if kind >= _BARRIER and (rows or pairs or count):
         raise DamagedMessage(f"a call without pairs claims {rows} rows, {pairs} pairs and {count} parts")
     at_barrier = kind in (_BARRIER, _BARRIER_WITH_WORK)
-    there = on_device is not None
-    expected = ARRIVAL_BYTES if at_barrier else size(rows, pairs, hidden, partial, count, there)
-    if max(rows, pairs) > MOST_ROWS or len(memory) != expected:
+    is_on_device = on_device is not None
+    expected_bytes = ARRIVAL_BYTES if at_barrier else size(rows, pairs, hidden, partial, count, is_on_device)
+    if max(rows, pairs) > MOST_ROWS or len(memory) != expected_bytes:
         raise DamagedMessage(f"a request of {len(memory)} bytes claims {rows} rows and {pairs} pairs")
-    at = _HEADER.size
+    offset = _HEADER.size
     # Copy the ids, because a hostile client could change shared memory after the checks.
-    named = np.frombuffer(memory, np.int32, 2 * pairs, at).astype(np.int64)
-    experts, places = named[:pairs], named[pairs:]
+    ids = np.frombuffer(memory, np.int32, 2 * pairs, offset).astype(np.int64)
+    experts, places = ids[:pairs], ids[pairs:]
     for name, array, end in (("expert", experts, num_experts), ("row", places, rows)):
         if pairs and array.view(np.uint64).max() >= end:  # negative numbers become huge
             raise DamagedMessage(f"a request names {name} {array.min()} to {array.max()} of {end}")
-    at += 8 * pairs
-    weights = np.frombuffer(memory, np.float32, pairs, at) if partial else None
-    at += 4 * pairs if partial else 0
-    parts = _parts(memory, at, count, pairs)
-    named_rows = None if on_device is None else _places(memory, at + 8 * count, rows, on_device)
-    here = 0 if there else rows
-    values = np.frombuffer(memory, np.float32, here * hidden, at + 8 * count).reshape(here, hidden)
+    offset += 8 * pairs
+    weights = np.frombuffer(memory, np.float32, pairs, offset) if partial else None
+    offset += 4 * pairs if partial else 0
+    parts = _parts(memory, offset, count, pairs)
+    named_rows = None if on_device is None else _places(memory, offset + 8 * count, rows, on_device)
+    rows_here = 0 if is_on_device else rows
+    values = np.frombuffer(memory, np.float32, rows_here * hidden, offset + 8 * count).reshape(
+        rows_here, hidden
+    )
     work, step = None, 0
     if at_barrier:
         work, step = kind == _BARRIER_WITH_WORK, _step(memory, _HEADER.size)
-    found = layer, attempt, experts, places, weights, values, work, step, worker, parts
-    return Request(*found, greeting=kind == _GREETING, places=named_rows)
+    fields = layer, attempt, experts, places, weights, values, work, step, worker, parts
+    return Request(*fields, greeting=kind == _GREETING, places=named_rows)
 
 
-def _places(memory: memoryview, at: int, rows: int, end: int) -> IntArray:
+def _places(memory: memoryview, offset: int, rows: int, end: int) -> IntArray:
     """The numbers of a request's rows on a GPU, which has `end` rows."""
-    found = np.frombuffer(memory, np.int32, rows, at).astype(np.int64)
-    if rows and found.view(np.uint64).max() >= end:
-        raise DamagedMessage(f"a request reads rows {found.min()} to {found.max()} of {end}")
-    return found
+    row_numbers = np.frombuffer(memory, np.int32, rows, offset).astype(np.int64)
+    if rows and row_numbers.view(np.uint64).max() >= end:
+        raise DamagedMessage(f"a request reads rows {row_numbers.min()} to {row_numbers.max()} of {end}")
+    return row_numbers
 
 
-def _parts(memory: memoryview, at: int, count: int, pairs: int) -> tuple[Part, ...]:
-    """The parts of a request from byte `at` on."""
-    table = np.frombuffer(memory, np.int32, 2 * count, at).tolist()
+def _parts(memory: memoryview, offset: int, count: int, pairs: int) -> tuple[Part, ...]:
+    """The parts of a request from byte `offset` on."""
+    table = np.frombuffer(memory, np.int32, 2 * count, offset).tolist()
     parts = tuple(map(Part, table[:count], table[count:]))
-    whole = sum(part.pairs for part in parts) == pairs and all(part.pairs > 0 for part in parts)
+    covers_pairs = sum(part.pairs for part in parts) == pairs and all(part.pairs > 0 for part in parts)
     distinct = len({part.server for part in parts}) == count and all(part.server >= 0 for part in parts)
-    if count and not (whole and distinct):
+    if count and not (covers_pairs and distinct):
         raise DamagedMessage(f"a request of {pairs} pairs has the parts {table}")
     return parts

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 
 GROUP_TOKENS = 1 << 11
 """Maximum number of padded cache rows that one decode group gathers. More rows would leave the caches
@@ -22,7 +22,7 @@ GROUP_SPREAD = 1.5
 """Maximum ratio of the longest to the shortest sequence of a decode group, in blocks. It bounds the
 padding."""
 STATE_TILE = 16
-"""Rows of a tile of `AttentionBatch.of_states`, where a sequence has several."""
+"""Rows of a tile of `AttentionBatch.state_sequences`, where a sequence has several."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class AttentionBatch:
         return cls(batch, block_size, device, _move(slots, device))
 
     @classmethod
-    def copied(cls, batch: TokenBatch, block_size: int, max_blocks: int) -> AttentionBatch:
+    def build_reusable(cls, batch: TokenBatch, block_size: int, max_blocks: int) -> AttentionBatch:
         """A copy of a step. Its arrays can hold any other step with as many rows and sequences."""
         tables = np.zeros((batch.num_sequences, max_blocks), dtype=np.int64)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
@@ -83,22 +83,23 @@ class AttentionBatch:
         return cls.build(TokenBatch(block_tables=tables, states=states, **copies), block_size)
 
     @classmethod
-    def placed(
+    def from_device(
         cls,
         batch: TokenBatch,
         block_size: int,
         slots: torch.Tensor,
         sequences: Sequences,
-        of_states: StateSequences | None = None,
+        state_sequences: StateSequences | None = None,
     ) -> AttentionBatch:
         """A step whose arrays are on the device already, and may change there.
 
-        of_states: where layers with states have other sequences than attention, which takes single rows.
+        state_sequences: where layers with states have other sequences than attention, which takes single
+        rows.
         """
         made = cls(batch, block_size, slots.device, slots)
         made.__dict__["on_device"] = sequences  # where `cached_property` looks first
-        if of_states is not None:
-            made.__dict__["of_states"] = of_states
+        if state_sequences is not None:
+            made.__dict__["state_sequences"] = state_sequences
         return made
 
     def fill_slots(self) -> None:
@@ -144,19 +145,20 @@ class AttentionBatch:
     @cached_property
     def on_device(self) -> Sequences:
         """The sequences of the step as kernels on a GPU read them. Copied there once a step."""
-        return Sequences.of(self)
+        return Sequences.from_batch(self)
 
     @cached_property
-    def of_states(self) -> StateSequences:
+    def state_sequences(self) -> StateSequences:
         """The sequences of the step for layers that keep states."""
         sequences = self.on_device
         return StateSequences(sequences, self.tiles(1 if sequences.single else STATE_TILE))
 
-    def tiles(self, most: int) -> torch.Tensor:
-        """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
-        if most not in self._tiles:
-            self._tiles[most] = moved(tiles_of(self.batch, most), self.device)
-        return self._tiles[most]
+    def tiles(self, max_rows: int) -> torch.Tensor:
+        """[t, 3] int32 (sequence, first row, end): the step in tiles of at most `max_rows` rows of a
+        sequence."""
+        if max_rows not in self._tiles:
+            self._tiles[max_rows] = move_array(list_tiles(self.batch, max_rows), self.device)
+        return self._tiles[max_rows]
 
     @cached_property
     def _tiles(self) -> dict[int, torch.Tensor]:
@@ -188,7 +190,7 @@ class Sequences:
     """Whether every sequence has one row."""
 
     @classmethod
-    def of(cls, batch: AttentionBatch) -> Sequences:
+    def from_batch(cls, batch: AttentionBatch) -> Sequences:
         """Of a step that has at least one sequence."""
         rows = batch.batch
         arrays = (rows.context_lens, rows.query_starts, rows.block_tables, rows.states)
@@ -205,18 +207,18 @@ class StateSequences(NamedTuple):
     """[t, 3] as `AttentionBatch.tiles`: of STATE_TILE rows, or of one where every sequence has one."""
 
 
-def tiles_of(rows: TokenBatch, most: int) -> npt.NDArray[np.int32]:
-    """[t, 3] (sequence, first row, end): the step in tiles of at most `most` rows of a sequence."""
+def list_tiles(rows: TokenBatch, max_rows: int) -> npt.NDArray[np.int32]:
+    """[t, 3] (sequence, first row, end): the step in tiles of at most `max_rows` rows of a sequence."""
     found = [
-        (sequence, row, min(row + most, stop))
+        (sequence, row, min(row + max_rows, stop))
         for sequence, (start, stop) in enumerate(pairwise(rows.query_starts.tolist()))
-        for row in range(start, stop, most)
+        for row in range(start, stop, max_rows)
     ]
     return np.array(found, dtype=np.int32).reshape(-1, 3)
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:
-    return moved(np.ascontiguousarray(array, dtype=np.int64), device)
+    return move_array(np.ascontiguousarray(array, dtype=np.int64), device)
 
 
 def slots_of(batch: TokenBatch, counts: IntArray, block_size: int) -> IntArray:

@@ -24,6 +24,6 @@ def stored_width(width: int, dtype: torch.dtype) -> int:
     return width + SCALE_BYTES if dtype is torch.int8 else width
 
 
-def width_of(stored: torch.Tensor) -> int:
+def width_of(rows: torch.Tensor) -> int:
     """Numbers of each row [..., stored width]."""
-    return stored.shape[-1] - SCALE_BYTES if stored.dtype is torch.int8 else stored.shape[-1]
+    return rows.shape[-1] - SCALE_BYTES if rows.dtype is torch.int8 else rows.shape[-1]

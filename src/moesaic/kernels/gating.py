@@ -14,7 +14,7 @@ class Gating:
     """The rule of a top-k gate. An expert's product is that of the gate's weight and the row.
 
     An expert's score is computed from the products. What a bias, if the model has one, is added to is said by
-    `biased`.
+    `bias_target`.
     """
 
     top_k: int
@@ -30,8 +30,8 @@ class Gating:
     """softmax: over all experts. sigmoid: of each expert's product alone."""
     group_scores: Literal["best", "two best"] = "best"
     """A group's score: the score of its best expert, or the sum of the two best."""
-    added: float = 0.0
+    sum_epsilon: float = 0.0
     """Added to the sum that divides the weights, so that it is not zero. DeepSeek-V3 has 1e-20."""
-    biased: Literal["choice", "products"] = "choice"
+    bias_target: Literal["choice", "products"] = "choice"
     """choice: a correction bias is added to the scores that choose, and not to those that weigh. products: a
     bias is added to the products."""

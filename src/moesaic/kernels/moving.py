@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 
-def moved(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
+def move_array(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
     """The array as a tensor on a device.
 
     To a GPU it goes by way of pinned memory, so the host does not wait until the GPU is done with what came
@@ -22,22 +22,22 @@ def moved(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
     if torch.device(device).type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
     writable = np.require(array, requirements=["C", "W"])  # torch warns of others
-    return pinned(torch.from_numpy(writable)).to(device, non_blocking=True)
+    return pin_tensor(torch.from_numpy(writable)).to(device, non_blocking=True)
 
 
-def placed(answer: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move_tensor(answer: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on a device, without waiting for it."""
     if answer.device.type == "cpu" and device.type == "cuda":
-        return pinned(answer).to(device, non_blocking=True)
+        return pin_tensor(answer).to(device, non_blocking=True)
     return answer.to(device)
 
 
-def pinned(here: torch.Tensor) -> torch.Tensor:
+def pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a CPU tensor in pinned memory."""
-    return torch.empty(here.shape, dtype=here.dtype, pin_memory=True).copy_(here)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def arrays(tensors: Sequence[torch.Tensor | None]) -> list[npt.NDArray[Any] | None]:
+def to_host_arrays(tensors: Sequence[torch.Tensor | None]) -> list[npt.NDArray[Any] | None]:
     """The tensors of one device as dense arrays of the host. For a GPU it waits once, for all of them."""
     some = [one for one in tensors if one is not None]
     if all(one.device.type == "cpu" for one in some):

@@ -34,7 +34,7 @@ class _Tensor(ctypes.Structure):
     ]
 
 
-class _Managed(ctypes.Structure):
+class _ManagedTensor(ctypes.Structure):
     """DLManagedTensor. Without a deleter nobody frees the memory."""
 
     _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
@@ -59,7 +59,7 @@ def capsule_at(address: int, size: int, device: torch.device) -> Any:
     """A DLPack capsule of such a tensor."""
     shape = (ctypes.c_int64 * 1)(size)
     where = _Device(_CUDA if device.type == "cuda" else _CPU, device.index or 0)
-    managed = _Managed(_Tensor(address, where, 1, _Type(_UNSIGNED, 8, 1), shape, None, 0), None, None)
+    managed = _ManagedTensor(_Tensor(address, where, 1, _Type(_UNSIGNED, 8, 1), shape, None, 0), None, None)
     for kept in (managed, shape):
         _keep(kept)
     return _new(ctypes.addressof(managed), _NAME, None)

@@ -50,26 +50,32 @@ class StateSizes:
     value_width: int
     taps: int
     """Width of the convolution, with the row itself."""
-    drafted: int = 0
+    max_draft_tokens: int = 0
     """Rows that a step may compute and that may not count: the most drafted tokens of a sequence."""
-    alone: int = 0
+    convolution_channels: int = 0
     """Channels of a short convolution without the delta rule. There are no heads then; 0 if there are."""
 
     @classmethod
     def of_convolution(cls, channels: int, taps: int) -> StateSizes:
         """The state of a short convolution alone: its last inputs."""
-        return cls(key_heads=0, value_heads=0, key_width=0, value_width=0, taps=taps, alone=channels)
+        return cls(
+            key_heads=0, value_heads=0, key_width=0, value_width=0, taps=taps, convolution_channels=channels
+        )
 
     @property
     def channels(self) -> int:
         """Numbers of a row that the convolution mixes: query, key and value of all heads, or `alone`."""
-        return self.alone + 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+        return (
+            self.convolution_channels
+            + 2 * self.key_heads * self.key_width
+            + self.value_heads * self.value_width
+        )
 
     @property
     def ring(self) -> int:
         """Inputs of the convolution that a seat keeps. Behind the rows that do not count it still has those
         just before them."""
-        return self.taps - 1 + self.drafted
+        return self.taps - 1 + self.max_draft_tokens
 
     @property
     def page_numbers(self) -> int:
@@ -111,15 +117,15 @@ class StateRows:
     """Rows start : stop of the step."""
     first: int
     """Position of the first row."""
-    read: int
-    at: int
-    write: int
+    read_page: int
+    read_position: int
+    write_page: int
     seat: int
     """See `TokenBatch.states`."""
 
     def page(self, begin: int) -> int:
         """The page that has the state at position `begin`, a multiple of CHUNK."""
-        return self.read if begin == self.at else self.write
+        return self.read_page if begin == self.read_position else self.write_page
 
 
 def state_rows(batch: TokenBatch) -> list[StateRows]:

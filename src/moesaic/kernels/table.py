@@ -63,7 +63,7 @@ class Rope(Protocol):
         cosine: torch.Tensor,
         sine: torch.Tensor,
         positions: torch.Tensor,
-        interleaved: bool = False,
+        is_interleaved: bool = False,
         norm: torch.Tensor | None = None,
         epsilon: float = 0.0,
     ) -> torch.Tensor: ...
@@ -107,7 +107,7 @@ class Convolve(Protocol):
 class Delta(Protocol):
     def __call__(
         self,
-        mixed: torch.Tensor,
+        mixed_rows: torch.Tensor,
         gates: torch.Tensor,
         decay: torch.Tensor,
         bias: torch.Tensor,
@@ -122,12 +122,12 @@ class Experts(Protocol):
         weights: ExpertWeights,
         hidden: torch.Tensor,
         expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
 class Put(Protocol):
-    def __call__(self, out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray, /) -> None: ...
+    def __call__(self, output: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray, /) -> None: ...
 
 
 Result = TypeVar("Result")
@@ -139,17 +139,19 @@ class Recording(Protocol[Result_co]):
 
     @property
     def result(self) -> Result_co: ...
-    def run(self, given: torch.Tensor | None = None) -> Result_co: ...
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result_co: ...
     def free(self) -> None:
         """Frees what it holds. It is not run again."""
         ...
 
 
 class OperationRecorder(Protocol):
-    def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-        """Runs a step and records it. given: experts' rows that it merges; each `run` gets new ones.
+    def __call__(
+        self, step: Callable[[], Result], expert_rows: torch.Tensor | None = None
+    ) -> Recording[Result]:
+        """Runs a step and records it. expert_rows: experts' rows that it merges; each `run` gets new ones.
 
-        On a GPU a recording reads `given` where it was, and new rows are copied there.
+        On a GPU a recording reads `expert_rows` where it was, and new rows are copied there.
         """
         ...
 
@@ -166,12 +168,12 @@ class Kernels:
 
     name: str
     """Name for people."""
-    stored: frozenset[torch.dtype]
+    unconverted_dtypes: frozenset[torch.dtype]
     """Dtypes in which a CPU's weights stay as the checkpoint has them. Others are widened when they are
     loaded."""
-    allowed: frozenset[torch.dtype]
+    weight_dtypes: frozenset[torch.dtype]
     """Dtypes that weights may be stored in."""
-    cached: frozenset[torch.dtype]
+    cache_dtypes: frozenset[torch.dtype]
     """Dtypes that KV caches may be stored in."""
     embed: Callable[[Weight, torch.Tensor], torch.Tensor]
     linear: Linear
@@ -208,18 +210,18 @@ class Kernels:
     one_core: Callable[[int], AbstractContextManager[None]] | None = None
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
-    packed: bool = False
+    can_use_quantized: bool = False
     """True if experts may be of a type of `core.stored.QUANTIZED`, and other matrices a QuantizedMatrix."""
-    compressed: bool = False
+    can_use_compressed: bool = False
     """True if experts may be compressed (`core.stored.COMPRESSED`)."""
-    integer: bool = False
+    is_integer: bool = False
     """True if these kernels are chosen for weights in integers, whose rows they round."""
-    spares: bool = False
+    can_skip_absent: bool = False
     """True if `experts` leaves rows of `out` as they are where an expert is not held. Otherwise it raises."""
     permute_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = permute_rows
     restore_rows: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = restore_rows
     sum_ranks: Callable[[torch.Tensor, int, int], torch.Tensor] = sum_ranks
-    reusing: Callable[[], AbstractContextManager[None]] = nullcontext
+    reuse_memory: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
 
@@ -242,9 +244,9 @@ def _torch_threads(threads: int, pin: bool) -> None:
 
 REFERENCE = Kernels(
     name="reference (torch)",
-    stored=frozenset({torch.float32}),
-    allowed=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    cached=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
+    unconverted_dtypes=frozenset({torch.float32}),
+    weight_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+    cache_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int8}),
     embed=dense.embed,
     linear=dense.linear,
     linears=dense.linears,
@@ -295,24 +297,24 @@ def instruction_sets() -> tuple[str, ...]:
     return () if _native is None else tuple(_native.instruction_sets())
 
 
-def pick(device: str, wanted: str = "auto") -> Kernels:
+def pick(device: str, name: str = "auto") -> Kernels:
     """The kernels for "cpu", "cuda" or "cuda:N".
 
-    wanted: "reference", "triton" on a GPU, the name of an instruction set, or "auto": on a CPU the fastest in
+    name: "reference", "triton" on a GPU, the name of an instruction set, or "auto": on a CPU the fastest in
     float32, on a GPU the reference. Raises ConfigError for another device, and for kernels that this machine
     cannot run.
     """
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ConfigError.field("device", device, "cpu, cuda, cuda:N")
-    if wanted == "triton":
+    if name == "triton":
         return _triton(kind)
     native = instruction_sets() if kind == "cpu" else ()
-    if wanted == "reference" or (wanted == "auto" and not native):
+    if name == "reference" or (name == "auto" and not native):
         return REFERENCE
-    if wanted != "auto" and wanted not in native:
-        raise ConfigError.field("--kernels", wanted, ", ".join(("auto", *native, "reference")))
-    return _natively(native[0] if wanted == "auto" else wanted)
+    if name != "auto" and name not in native:
+        raise ConfigError.field("--kernels", name, ", ".join(("auto", *native, "reference")))
+    return _natively(native[0] if name == "auto" else name)
 
 
 def _triton(kind: str) -> Kernels:
@@ -336,9 +338,9 @@ def _natively(name: str) -> Kernels:
         raise ConfigError(f"--kernels: {error}") from None
     return Kernels(
         name=f"native ({name})",
-        stored=checks.STORED,
-        allowed=checks.STORED,
-        cached=checks.CACHED,
+        unconverted_dtypes=checks.STORED,
+        weight_dtypes=checks.STORED,
+        cache_dtypes=checks.CACHED,
         embed=ops.embed,
         linear=ops.linear,
         linears=ops.linears,
@@ -366,10 +368,10 @@ def _natively(name: str) -> Kernels:
         recorder=_recorder,
         peak=_native.peak,
         one_core=_one_core,
-        packed=name not in TILED,
-        compressed=name not in TILED,
-        integer=name in INTEGER,
-        reusing=memory.reusing,
+        can_use_quantized=name not in TILED,
+        can_use_compressed=name not in TILED,
+        is_integer=name in INTEGER,
+        reuse_memory=memory.reuse_memory,
     )
 
 
@@ -389,4 +391,4 @@ def _one_core(cpu: int) -> Generator[None]:
 
 def _recorder() -> OperationRecorder:
     arena = memory.Arena()
-    return lambda step, given=None: recording.Recording(step, arena, given)
+    return lambda step, expert_rows=None: recording.Recording(step, arena, expert_rows)

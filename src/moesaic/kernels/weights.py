@@ -18,7 +18,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 ALIGNMENT = 16
 """Bytes that a thread of a GPU loads at once."""
-PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+PARTS = ("gate_proj", "up_proj", "down_proj", "gate_bias", "up_bias", "down_bias")
 """Fields of ExpertWeights, and lines of its table of pointers."""
 
 
@@ -31,7 +31,7 @@ class PointerTable:
     [6, E], in the order of PARTS."""
     hidden: int
     width: int
-    stored: int
+    dtype_code: int
     """`core.stored.expert_code` of their dtype."""
 
     @cached_property
@@ -55,7 +55,7 @@ class DeviceTable:
     """Bytes of a row of gate and up."""
     down_line: int
     """Bytes of a row of down."""
-    aligned: bool
+    is_aligned: bool
     """Whether all addresses of gate, up and down are multiples of 16."""
 
 
@@ -68,11 +68,11 @@ class ExpertWeights:
     numbers.
     """
 
-    gate: Part
+    gate_proj: Part
     """[w, h] each."""
-    up: Part
+    up_proj: Part
     """[w, h] each."""
-    down: Part
+    down_proj: Part
     """[h, w] each."""
     gate_bias: Part = ()
     """[w] float32 each, added to the gate's products. Empty, as the next two: the experts have no biases."""
@@ -81,41 +81,41 @@ class ExpertWeights:
     down_bias: Part = ()
     """[h] float32 each."""
     activation: Activation = field(default=SILU, kw_only=True)
-    packed: str = field(default=COMPRESSED, kw_only=True)
+    packed_dtype: str = field(default=COMPRESSED, kw_only=True)
     """Type of experts that are uint8: one for which `core.stored.is_packed` holds."""
-    pages: DeviceTable | None = field(default=None, kw_only=True)
+    page_table: DeviceTable | None = field(default=None, kw_only=True)
     """A table on a GPU that has these experts, and that gets others when they take their places. None:
     `on_device` makes one."""
 
     @classmethod
-    def of_held(
+    def from_resident(
         cls,
         num_experts: int,
-        held: Mapping[int, Sequence[torch.Tensor]],
+        tensors: Mapping[int, Sequence[torch.Tensor]],
         parts: int = 3,
         activation: Activation = SILU,
-        packed: str = COMPRESSED,
+        packed_dtype: str = COMPRESSED,
     ) -> ExpertWeights:
-        """held: expert -> its tensors in the order of PARTS. parts: their number, 3, or 6 with biases."""
+        """tensors: expert -> its tensors in the order of PARTS. parts: their number, 3, or 6 with biases."""
         every = (
-            tuple(held[expert][part] if expert in held else None for expert in range(num_experts))
+            tuple(tensors[expert][part] if expert in tensors else None for expert in range(num_experts))
             for part in range(parts)
         )
-        return cls(*every, activation=activation, packed=packed)
+        return cls(*every, activation=activation, packed_dtype=packed_dtype)
 
     @property
     def num_experts(self) -> int:
         """Logical experts of the layer, held here or not."""
-        return len(self.gate)
+        return len(self.gate_proj)
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def resident_ids(self) -> tuple[int, ...]:
         """Ids of the experts whose weights are here."""
-        return tuple(index for index, tensor in enumerate(self.gate) if tensor is not None)
+        return tuple(index for index, tensor in enumerate(self.gate_proj) if tensor is not None)
 
-    def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def matrices_of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gate, up and down of one expert. Raises KeyError if it is not held here."""
-        gate, up, down = self.gate[expert], self.up[expert], self.down[expert]
+        gate, up, down = self.gate_proj[expert], self.up_proj[expert], self.down_proj[expert]
         if gate is None or up is None or down is None:
             raise KeyError(f"expert {expert} is not held here")
         return gate, up, down
@@ -125,41 +125,47 @@ class ExpertWeights:
         biases = self.gate_bias, self.up_bias, self.down_bias
         return tuple(part[expert] if part else None for part in biases)
 
-    def with_more(self, more: ExpertWeights) -> ExpertWeights:
-        """These experts and those of `more`, which replace these where both have them."""
-        pairs = zip(self.parts, more.parts, strict=True)
+    def with_replacements(self, replacements: ExpertWeights) -> ExpertWeights:
+        """These experts and those of `replacements`, which replace these where both have them."""
+        pairs = zip(self.parts, replacements.parts, strict=True)
         both = [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
-        return replace(self.with_parts(both), packed=more.packed if more.held else self.packed)
+        return replace(
+            self.with_parts(both),
+            packed_dtype=replacements.packed_dtype if replacements.resident_ids else self.packed_dtype,
+        )
 
-    def only(self, kept: Collection[int]) -> ExpertWeights:
-        """Those of these experts whose ids are in `kept`."""
+    def select(self, expert_ids: Collection[int]) -> ExpertWeights:
+        """Those of these experts whose ids are in `expert_ids`."""
         return self.with_parts(
-            [tuple(one if expert in kept else None for expert, one in enumerate(part)) for part in self.parts]
+            [
+                tuple(one if expert in expert_ids else None for expert, one in enumerate(part))
+                for part in self.parts
+            ]
         )
 
     def with_parts(self, parts: Sequence[Part]) -> ExpertWeights:
         """Other experts of the same layer. parts: as `parts`."""
-        return ExpertWeights(*parts, activation=self.activation, packed=self.packed)
+        return ExpertWeights(*parts, activation=self.activation, packed_dtype=self.packed_dtype)
 
     @property
     def packed_numbers(self) -> int:
         """Number of compressed and quantised numbers held here."""
-        held = (self.of(expert) for expert in self.held)
+        held = (self.matrices_of(expert) for expert in self.resident_ids)
         return sum(3 * len(gate) * len(down) for gate, _, down in held if gate.dtype is torch.uint8)
 
     @cached_property
     def table(self) -> PointerTable:
         """The table of pointers, made once. Raises TypeError if the experts differ in shape or dtype, or
         are not dense."""
-        lines, held = self.addresses, [self.of(expert) for expert in self.held]
+        lines, held = self.addresses, [self.matrices_of(expert) for expert in self.resident_ids]
         if not held:
             return PointerTable(torch.tensor(lines), 0, 0, 0)
         width, hidden, dtype = len(held[0][0]), len(held[0][2]), held[0][0].dtype
-        kind = self.packed if dtype is torch.uint8 else NAMES.get(dtype)
+        kind = self.packed_dtype if dtype is torch.uint8 else NAMES.get(dtype)
         if kind is None or not is_native(kind):
             raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8")
-        types = of_matrices(self.packed) if dtype is torch.uint8 else (None, None)
-        inner, outer = _row(types[0], hidden), _row(types[1], width)
+        types = of_matrices(self.packed_dtype) if dtype is torch.uint8 else (None, None)
+        inner, outer = _row_elements(types[0], hidden), _row_elements(types[1], width)
         for gate, up, down in held:
             alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
             if not alike or any(one.dtype != dtype or not one.is_contiguous() for one in (gate, up, down)):
@@ -170,18 +176,18 @@ class ExpertWeights:
     @cached_property
     def on_device(self) -> DeviceTable:
         """The table of pointers on the experts' device, made once. Raises KeyError if none is held."""
-        if self.pages is not None:
-            return self.pages
-        if not self.held:
+        if self.page_table is not None:
+            return self.page_table
+        if not self.resident_ids:
             raise KeyError("no expert of the layer is held here")
-        device = self.of(self.held[0])[0].device
+        device = self.matrices_of(self.resident_ids[0])[0].device
         return self.table_over(torch.tensor(self.addresses, device=device))
 
     def table_over(self, addresses: torch.Tensor) -> DeviceTable:
         """A table for experts like these, of which at least one is held. addresses: see DeviceTable."""
-        gate, _, down = self.of(self.held[0])
+        gate, _, down = self.matrices_of(self.resident_ids[0])
         name = str(gate.dtype).removeprefix("torch.")
-        kinds = of_matrices(self.packed) if gate.dtype is torch.uint8 else (name, name)
+        kinds = of_matrices(self.packed_dtype) if gate.dtype is torch.uint8 else (name, name)
         strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
         aligned = not any(one % ALIGNMENT for part in self.addresses[:3] for one in part)
         return DeviceTable(addresses, len(down), len(gate), kinds, *strides, aligned)
@@ -200,13 +206,13 @@ class ExpertWeights:
     def _check_biases(self, hidden: int, width: int) -> None:
         """Raises TypeError unless every held expert has the biases that the kernels read, or none has any."""
         for part, size in zip(self.parts[3:], (width, width, hidden), strict=False):
-            for expert in self.held:
+            for expert in self.resident_ids:
                 one = part[expert]
                 good = one is not None and one.shape == (size,) and one.dtype is torch.float32
                 if one is None or not good or not one.is_contiguous():
                     raise TypeError(f"the biases of expert {expert}: allowed: dense float32 [{size}]")
 
 
-def _row(packed: str | None, numbers: int) -> int:
-    """Size of a row with this number of columns. packed: type of its bytes; None: it has numbers."""
-    return numbers if packed is None else row_bytes(packed, numbers)
+def _row_elements(packed_dtype: str | None, columns: int) -> int:
+    """Size of a row with this number of columns. packed_dtype: type of its bytes; None: it has numbers."""
+    return columns if packed_dtype is None else row_bytes(packed_dtype, columns)

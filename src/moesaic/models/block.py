@@ -13,7 +13,7 @@ from moesaic.kernels.table import Kernels
 
 
 @dataclass(frozen=True)
-class Projected:
+class Projections:
     """Query, key and value of the step's rows."""
 
     query: torch.Tensor
@@ -25,12 +25,12 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Gated:
+class GateOutput:
     """The rows between attention and feed-forward."""
 
     residual: torch.Tensor
     """[n, h] float32."""
-    normed: torch.Tensor
+    normed_rows: torch.Tensor
     """[n, h] float32: input of the experts and of the dense MLP."""
     expert_ids: torch.Tensor | None
     """[n, k] int64 logical expert ids, best first; None in a dense layer."""
@@ -38,17 +38,17 @@ class Gated:
     """[n, k] float32, applied once, in `merge`. These are ones if the weights were applied earlier: by the
     servers with --combine partial, or by GroupExperts.share with --moe-collectives all-reduce."""
 
-    def first(self, count: int) -> Gated:
+    def first(self, count: int) -> GateOutput:
         """The first rows."""
         ids = None if self.expert_ids is None else self.expert_ids[:count]
         weights = None if self.weights is None else self.weights[:count]
-        return Gated(self.residual[:count], self.normed[:count], ids, weights)
+        return GateOutput(self.residual[:count], self.normed_rows[:count], ids, weights)
 
 
 class Attention(Protocol):
     """The attention of one layer: grouped-query or latent attention."""
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected: ...
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections: ...
 
     def attend(
         self,
@@ -58,7 +58,7 @@ class Attention(Protocol):
         batch: AttentionBatch,
     ) -> torch.Tensor: ...
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor: ...
+    def output(self, attention_output: torch.Tensor) -> torch.Tensor: ...
 
     def with_attention_kernels(self, kernels: Kernels) -> Attention:
         """Returns the same attention, whose `attend` runs on a CPU with these kernels."""
@@ -68,15 +68,15 @@ class Attention(Protocol):
 class Recurrence(Protocol):
     """The linear attention or short convolution of one layer, which keeps a state of each sequence."""
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """Query, key and value are what `recur` needs of each row."""
         ...
 
-    def recur(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+    def recur(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Rows from `project` -> [n, Hv * dv]. Changes the states of the batch's sequences."""
         ...
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor: ...
+    def output(self, attention_output: torch.Tensor) -> torch.Tensor: ...
 
     def with_attention_kernels(self, kernels: Kernels) -> Recurrence:
         """Returns the same attention, whose `recur` runs on a CPU with these kernels."""
@@ -99,11 +99,11 @@ class Block(Protocol):
     """One layer. The runtime calls its stages in this order."""
 
     @property
-    def routed(self) -> bool:
+    def is_routed(self) -> bool:
         """Whether the layer has routed experts."""
         ...
 
-    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projected: ...
+    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projections: ...
 
     def attention(
         self,
@@ -113,21 +113,23 @@ class Block(Protocol):
         batch: AttentionBatch,
     ) -> torch.Tensor: ...
 
-    def recurrence(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+    def recurrence(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """`attention` of a layer that keeps states."""
         ...
 
-    def output_projection(self, attended: torch.Tensor) -> torch.Tensor: ...
+    def output_projection(self, attention_output: torch.Tensor) -> torch.Tensor: ...
 
     def with_attention_kernels(self, kernels: Kernels) -> Block:
         """Returns the same block, whose `attention` runs on a CPU with these kernels."""
         ...
 
-    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated: ...
+    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput: ...
 
-    def dense(self, normed: torch.Tensor) -> torch.Tensor | None: ...
+    def dense(self, normed_rows: torch.Tensor) -> torch.Tensor | None: ...
 
-    def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor: ...
+    def merge(
+        self, gate_output: GateOutput, dense: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -145,10 +147,10 @@ class DecoderBlock:
     dense_part: Dense | None
 
     @property
-    def routed(self) -> bool:
+    def is_routed(self) -> bool:
         return self.router is not None
 
-    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projections:
         """hidden [n, h] and positions [n] -> query, key and value of each row."""
         return self.attention_part.project(
             self.kernels.rms_norm(hidden, self.input_norm, self.epsilon), positions
@@ -168,29 +170,31 @@ class DecoderBlock:
         """
         return cast(Attention, self.attention_part).attend(query, keys, values, batch)
 
-    def recurrence(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+    def recurrence(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Linear attention of the rows over the states of one layer. Returns [n, Hv * dv]."""
         return cast(Recurrence, self.attention_part).recur(rows, states, batch)
 
-    def output_projection(self, attended: torch.Tensor) -> torch.Tensor:
+    def output_projection(self, attention_output: torch.Tensor) -> torch.Tensor:
         """[n, Hq * dv] -> [n, h]. The result is a partial sum if heads are split over ranks."""
-        return self.attention_part.output(attended)
+        return self.attention_part.output(attention_output)
 
     def with_attention_kernels(self, kernels: Kernels) -> DecoderBlock:
         """Returns the same block, whose `attention` runs on a CPU with these kernels."""
         return replace(self, attention_part=self.attention_part.with_attention_kernels(kernels))
 
-    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
+    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput:
         """Adds the attention output [n, h] to hidden [n, h], normalizes, and chooses experts."""
         residual, normed = self.kernels.add_norm(hidden, partial, self.post_norm, self.epsilon)
         if self.router is None:
-            return Gated(residual, normed, None, None)
-        return Gated(residual, normed, *self.router.choose(normed))
+            return GateOutput(residual, normed, None, None)
+        return GateOutput(residual, normed, *self.router.choose(normed))
 
-    def dense(self, normed: torch.Tensor) -> torch.Tensor | None:
+    def dense(self, normed_rows: torch.Tensor) -> torch.Tensor | None:
         """Applies the shared experts or the dense MLP. Returns [n, h], or None if the layer has neither."""
-        return None if self.dense_part is None else self.dense_part.apply(normed)
+        return None if self.dense_part is None else self.dense_part.apply(normed_rows)
 
-    def merge(self, gated: Gated, dense: torch.Tensor | None, rows: torch.Tensor | None) -> torch.Tensor:
+    def merge(
+        self, gate_output: GateOutput, dense: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns residual + dense + sum of weights * rows [n, k, h], added in top-k order."""
-        return self.kernels.merge(gated.residual, dense, rows, gated.weights)
+        return self.kernels.merge(gate_output.residual, dense, rows, gate_output.weights)

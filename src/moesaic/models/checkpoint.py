@@ -12,21 +12,21 @@ import torch
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
-from moesaic.kernels.compressed import decompress
-from moesaic.models import fused
+from moesaic.kernels.compressed_layout import decompress
+from moesaic.models import fused_tensors
 from moesaic.models.columns import transpose
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import SINGLE as SINGLE
 from moesaic.models.gguf.blocks import BLOCKS
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.gguf.model import Model
 from moesaic.models.headers import COMPRESSED_ROWS
-from moesaic.models.opened import Opened, Slice, opened, shards
-from moesaic.models.pages import PAGE, aligned, drop_pages, huge_pages
-from moesaic.models.quantization.parse import find, scheme_of, skipped_in
+from moesaic.models.pages import PAGE, align_size, drop_pages, huge_pages
+from moesaic.models.quantization.parse import find, read_skipped_patterns, scheme_of
 from moesaic.models.quantization.scheme import Array, Matrix, Part, as_array
-from moesaic.models.wrapped import IN_WRAPPED, as_stored, plain_names
+from moesaic.models.tensor_files import Slice, TensorFile, open_tensor_file, shards
+from moesaic.models.wrapped_names import IN_WRAPPED, file_prefix, plain_names
 
 Progress = Callable[[int, int], None]
 """Called with bytes read so far, and total bytes of all files."""
@@ -51,28 +51,28 @@ class Checkpoint:
     expect.
     """
 
-    def __init__(self, path: Path, progress: Progress | None = None, mapped: bool = True) -> None:
-        """mapped: False copies tensors into memory, so that the files' pages can be dropped."""
+    def __init__(self, path: Path, progress: Progress | None = None, use_mmap: bool = True) -> None:
+        """use_mmap: False copies tensors into memory, so that the files' pages can be dropped."""
         self.path = path
-        self._copies = None if mapped else Copies()
+        self._copies = None if use_mmap else Copies()
         self._progress = progress
         self._bytes_read = 0
-        self._files: dict[Path, Opened] = {}
+        self._files: dict[Path, TensorFile] = {}
         self._shard = shards(path)
-        self._claimed: set[str] = set()
+        self._claimed_names: set[str] = set()
         self._scheme = scheme_of(path)
-        self.skipped = skipped_in(path)
+        self.skipped_patterns = read_skipped_patterns(path)
         """Patterns of the names of tensors about activations, which are not read."""
         for shard in sorted(set(self._shard.values())):
             held = set(self._open(shard).keys())
             listed = {name for name, where in self._shard.items() if where == shard}
             for name in sorted(listed - held):
-                problem = f"tensor {shown(name)} is missing, though the index lists it"
+                problem = f"tensor {shorten(name)} is missing, though the index lists it"
                 raise CheckpointError(f"{shard}: {problem}")
         stored = plain_names(self._shard)
         self._shard = {name: self._shard[each] for name, each in stored.items()}
-        self._stored_as = stored
-        self.wrapped = any(name != each and each.startswith(IN_WRAPPED) for name, each in stored.items())
+        self._file_names = stored
+        self.is_wrapped = any(name != each and each.startswith(IN_WRAPPED) for name, each in stored.items())
         """Whether these are files of a larger model with a text model in it."""
         self._bytes = sum(shard.stat().st_size for shard in self._files)
 
@@ -81,7 +81,7 @@ class Checkpoint:
         """Names of all tensors of the checkpoint. Those of a text model in a larger model are its own."""
         return frozenset(self._shard)
 
-    def quantized(self, name: str, *shape: int) -> Matrix | None:
+    def find_quantized(self, name: str, *shape: int) -> Matrix | None:
         """The tensor `name` [rows, columns] as a quantised matrix; None if the files have it as it is."""
         return find(self._scheme, name, shape, self._kind)
 
@@ -90,19 +90,19 @@ class Checkpoint:
 
         A matrix of an expert may be a part of a larger tensor (fused.py). A quantised matrix has several.
         """
-        matrix = self.quantized(name, *shape)
+        matrix = self.find_quantized(name, *shape)
         if matrix is not None:
             for part in matrix.parts:
                 self._check(part)
-                self._claimed.add(part.tensor)
+                self._claimed_names.add(part.tensor)
             return
         found = self._slice(name)
         if found.get_dtype() not in BLOCKS or len(shape) < 3:  # else quantised matrices of all experts
             self.dtype(name)
-        inside = self.inside(name)
+        inside = self.find_fused_part(name)
         if inside is not None:
             experts = inside.experts(found.get_shape(), shape[0])
-            name, shape = inside.tensor, inside.whole(experts, *shape)
+            name, shape = inside.tensor, inside.tensor_shape(experts, *shape)
         if found.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
                 raise CheckpointError(f"{self.path}: tensor {name}: got dtype U8; allowed: only for matrices")
@@ -110,7 +110,7 @@ class Checkpoint:
         if tuple(found.get_shape()) != shape:
             got = list(found.get_shape())
             raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")
-        self._claimed.add(name)
+        self._claimed_names.add(name)
 
     def tensor(
         self,
@@ -120,20 +120,20 @@ class Checkpoint:
         device: str = "cpu",
         part: tuple[slice, ...] = (),
         scan: bool = True,
-        transposed: bool = False,
+        is_transposed: bool = False,
     ) -> torch.Tensor:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
         It is memory-mapped if it is stored as `dtype` and wanted on the CPU, unless columns are selected or
-        it is returned `transposed`, as [columns, rows] of the part. A compressed or quantised tensor stays so
-        if dtype is uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
+        it is transposed to [columns, rows] of the part. A compressed or quantised tensor stays so if dtype is
+        uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
         """
         self.claim(name, *shape)
-        matrix = self.quantized(name, *shape)
+        matrix = self.find_quantized(name, *shape)
         if matrix is not None:
-            return self._dequantized(matrix, dtype, device, part, scan)
-        stored = self._stored(name, shape)
+            return self._dequantize(matrix, dtype, device, part, scan)
+        stored = self._read_whole(name, shape)
         if dtype is torch.uint8 is not stored.dtype:
             kind = self._slice(name).get_dtype()
             raise CheckpointError(
@@ -145,15 +145,15 @@ class Checkpoint:
             tensor = kept.to(device=device, dtype=dtype)
         else:
             whole = stored
-            stored = _transposed(stored[part]) if transposed else stored[part].contiguous()
+            stored = _copy_transposed(stored[part]) if is_transposed else stored[part].contiguous()
             tensor = stored.to(device=device, dtype=dtype)
-            if transposed:  # the copy stands for these pages
+            if is_transposed:  # the copy stands for these pages
                 drop_pages(whole.data_ptr(), whole.nbytes)
         if tensor.data_ptr() == stored.data_ptr():
             if self._copies is None:
                 _page_in(stored)
             else:
-                tensor = self._copies.of(stored)
+                tensor = self._copies.copy(stored)
         if scan and tensor.dtype is not torch.uint8:
             self._refuse_not_finite(name, tensor)
         if self._copies is not None:
@@ -163,7 +163,7 @@ class Checkpoint:
             self._progress(self._bytes_read, self._bytes)
         return tensor
 
-    def _dequantized(
+    def _dequantize(
         self, matrix: Matrix, dtype: torch.dtype, device: str, part: tuple[slice, ...], scan: bool
     ) -> torch.Tensor:
         """The numbers of a part of a quantised matrix, or the bytes that kernels read if dtype is uint8."""
@@ -183,7 +183,7 @@ class Checkpoint:
 
         try:
             packed = dtype is torch.uint8
-            numbers = matrix.packed(array, part=part) if packed else matrix.floats(array)[part]
+            numbers = matrix.pack_rows(array, part=part) if packed else matrix.floats(array)[part]
             tensor = torch.from_numpy(numbers)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
@@ -222,38 +222,44 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {name}: got dtype {stored}; allowed: {allowed}")
         return DTYPES[stored]
 
-    def inside(self, name: str) -> fused.Inside | None:
+    def find_fused_part(self, name: str) -> fused_tensors.FusedPart | None:
         """Where in a fused tensor a matrix of an expert is; None for a tensor of its own."""
-        return fused.inside(name, self._shard.__contains__)
+        return fused_tensors.find_fused_part(name, self._shard.__contains__)
 
-    def stored_as(self, prefix: str, name: str, *shape: int) -> str:
+    def file_prefix(self, prefix: str, name: str, *shape: int) -> str:
         """Returns what files have for `prefix`, with which `name`, a tensor or expert's matrix, begins."""
-        inside, matrix = self.inside(name), self.quantized(name, *shape)
+        inside, matrix = self.find_fused_part(name), self.find_quantized(name, *shape)
         plain = name if inside is None else inside.tensor
         plain = plain if matrix is None else matrix.parts[0].tensor
-        return as_stored(prefix, plain, self._stored_as[plain])
+        return file_prefix(prefix, plain, self._file_names[plain])
 
-    def equal(self, name: str, other: str) -> bool:
+    def equal(self, name: str, other_name: str) -> bool:
         """Whether two tensors are equal. The pages read for the comparison are dropped."""
-        both = [self._read(one) for one in (name, other)]
+        both = [self._read(one) for one in (name, other_name)]
         same = torch.equal(*both)
         for tensor in both:
             drop_pages(tensor.data_ptr(), tensor.nbytes)
         return same
 
-    def unread(self, unused: tuple[str, ...] = ()) -> list[str]:
-        """Returns tensors that were not claimed and that match none of the regular expressions `unused`."""
-        left, unused = sorted(self.names - self._claimed), (*unused, *self.skipped)
-        return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused)]
+    def unread(self, unused_patterns: tuple[str, ...] = ()) -> list[str]:
+        """Returns tensors that were not claimed and that match none of the regular expressions
+        `unused_patterns`."""
+        left, unused_patterns = (
+            sorted(self.names - self._claimed_names),
+            (*unused_patterns, *self.skipped_patterns),
+        )
+        return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused_patterns)]
 
-    def refuse_unread(self, unused: tuple[str, ...] = ()) -> None:
+    def refuse_unread(self, unused_patterns: tuple[str, ...] = ()) -> None:
         """Raises CheckpointError naming the first tensor that the model did not expect."""
-        left = self.unread(unused)
+        left = self.unread(unused_patterns)
         if left:
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-            raise CheckpointError(f"{self.path}: tensor {shown(left[0])} is not expected by this model{more}")
+            raise CheckpointError(
+                f"{self.path}: tensor {shorten(left[0])} is not expected by this model{more}"
+            )
 
-    def as_stored(self, name: str) -> torch.Tensor:
+    def read_raw(self, name: str) -> torch.Tensor:
         """Returns a tensor of the files as it is stored, without any check of its shape."""
         self.dtype(name)
         return self._read(name)
@@ -267,27 +273,27 @@ class Checkpoint:
                 f"{self.path}: tensor {name}: got {number} at {at} as {kind}; allowed: finite numbers"
             )
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read_whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The whole tensor, mapped."""
-        inside = self.inside(name)
+        inside = self.find_fused_part(name)
         if inside is None:
             return self._read(name)
         return self._read(inside.tensor)[inside.index(shape[0])]
 
     def _read(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(self._stored_as[name])
+        tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(self._file_names[name])
         return tensor
 
     def _slice(self, name: str) -> Slice:
-        inside = self.inside(name)
+        inside = self.find_fused_part(name)
         name = name if inside is None else inside.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
-        return self._open(self._shard[name]).get_slice(self._stored_as[name])
+        return self._open(self._shard[name]).get_slice(self._file_names[name])
 
-    def _open(self, shard: Path) -> Opened:
+    def _open(self, shard: Path) -> TensorFile:
         if shard not in self._files:
-            self._files[shard] = opened(self.path, shard, huge=self._copies is None)
+            self._files[shard] = open_tensor_file(self.path, shard, huge=self._copies is None)
         return self._files[shard]
 
 
@@ -302,32 +308,32 @@ class Claims(Checkpoint):
         device: str = "cpu",
         part: tuple[slice, ...] = (),
         scan: bool = True,
-        transposed: bool = False,
+        is_transposed: bool = False,
     ) -> torch.Tensor:
         """As `Checkpoint.tensor`, but returns a tensor without memory."""
         self.claim(name, *shape)
         selected = torch.empty(shape, dtype=dtype, device="meta")[part]
-        quantized = self.quantized(name, *shape) if dtype is torch.uint8 else None
+        quantized = self.find_quantized(name, *shape) if dtype is torch.uint8 else None
         if quantized is not None:
             rows, columns = selected.shape
             return torch.empty(rows, row_bytes(quantized.dtype, columns), dtype=dtype, device="meta")
-        return selected.t() if transposed else selected
+        return selected.t() if is_transposed else selected
 
 
 class Partial(Claims):
     """A checkpoint of which only some tensors are read. The others are tensors without memory."""
 
-    def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
-        """wanted: whether to read a tensor, by its name."""
+    def __init__(self, path: Path, is_wanted: Callable[[str], bool]) -> None:
+        """is_wanted: whether to read a tensor, by its name."""
         super().__init__(path)
-        self._wanted = wanted
+        self._is_wanted = is_wanted
 
-    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
         """As `Checkpoint.tensor` for tensors that are wanted."""
-        return (Checkpoint if self._wanted(name) else Claims).tensor(self, name, *shape, **how)
+        return (Checkpoint if self._is_wanted(name) else Claims).tensor(self, name, *shape, **options)
 
 
-class Listed(Claims):
+class IndexClaims(Claims):
     """The tensors that an index lists, for a checkpoint whose weights are elsewhere. Only names are checked.
 
     Raises CheckpointError for a file that is no index, and for a tensor that it does not list.
@@ -337,28 +343,28 @@ class Listed(Claims):
         """path: the directory of the index."""
         self.path = path
         self._shard = shards(path)
-        self._claimed = set()
-        self._scheme, self.skipped = None, ()  # the types of tensors are not known
+        self._claimed_names = set()
+        self._scheme, self.skipped_patterns = None, ()  # the types of tensors are not known
 
     def claim(self, name: str, *shape: int) -> None:
         """As `Checkpoint.claim`, without the shape."""
-        inside = self.inside(name)
+        inside = self.find_fused_part(name)
         name = name if inside is None else inside.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
-        self._claimed.add(name)
+        self._claimed_names.add(name)
 
 
-def _transposed(matrix: torch.Tensor) -> torch.Tensor:
+def _copy_transposed(matrix: torch.Tensor) -> torch.Tensor:
     """Returns a dense copy."""
     copy = matrix.new_empty(matrix.shape[::-1])
     transpose(matrix, copy)
     return copy
 
 
-def _page_in(mapped: torch.Tensor) -> None:
+def _page_in(tensor: torch.Tensor) -> None:
     """Reads every page of a mapped tensor, so that the first requests do not wait for page faults."""
-    mapped.view(-1).view(torch.uint8)[::PAGE].sum()
+    tensor.view(-1).view(torch.uint8)[::PAGE].sum()
 
 
 def first_not_finite(tensor: torch.Tensor) -> int | None:
@@ -392,7 +398,7 @@ class Copies:
     Their memory stays allocated while any of them exists.
 
     >>> copies = Copies()
-    >>> one, other = copies.of(torch.ones(3)), copies.of(torch.zeros(5))
+    >>> one, other = copies.copy(torch.ones(3)), copies.copy(torch.zeros(5))
     >>> one.tolist(), other.data_ptr() - one.data_ptr()
     ([1.0, 1.0, 1.0], 64)
     """
@@ -400,9 +406,9 @@ class Copies:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense copy of the same shape."""
-        size = aligned(tensor.nbytes)
+        size = align_size(tensor.nbytes)
         if size > len(self._free):
             self._free = torch.frombuffer(huge_pages(max(size, BYTES_AT_A_TIME)), dtype=torch.uint8)
         taken, self._free = self._free[: tensor.nbytes], self._free[size:]

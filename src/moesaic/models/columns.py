@@ -35,7 +35,7 @@ def as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
     return [*matrices, *bias_rows(inner_bias, width), down_bias]
 
 
-def turned(matrix: Bytes, number: int, rows: int) -> Bytes:
+def transpose_bytes(matrix: Bytes, number: int, rows: int) -> Bytes:
     """The bytes of a matrix [m, rows], from those of one [rows, m] with numbers of `number` bytes."""
     stored = matrix.view(NUMBERS[number]).reshape(rows, -1)
     found = np.empty(stored.shape[::-1], stored.dtype)
@@ -49,10 +49,10 @@ def bias_rows(inner_bias: Bytes, width: int) -> list[Bytes]:
     return [np.ascontiguousarray(biases[:, odd]).view(np.uint8) for odd in (0, 1)]
 
 
-def transpose(matrix: Any, into: Any) -> None:
-    """Writes a matrix [m, n] to `into` [n, m]. Both are NumPy's or both torch's.
+def transpose(matrix: Any, target: Any) -> None:
+    """Writes a matrix [m, n] to `target` [n, m]. Both are NumPy's or both torch's.
 
     A band of rows at a time stays in the caches. A matrix of 2880 x 2880 took a fifth of the time.
     """
     for begin in range(0, len(matrix), BAND):
-        into[:, begin : begin + BAND] = matrix[begin : begin + BAND].T
+        target[:, begin : begin + BAND] = matrix[begin : begin + BAND].T

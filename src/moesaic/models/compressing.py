@@ -1,4 +1,5 @@
-"""Rewrites a checkpoint with compressed routed experts. `kernels/compressed.py` describes the compression.
+"""Rewrites a checkpoint with compressed routed experts. `kernels/compressed_layout.py` describes the
+compression.
 
 Names, shards and all other tensors stay as they are. A compressed matrix has dtype U8 [rows, row_bytes].
 Experts of a fused tensor are written one by one, in the same shard.
@@ -23,9 +24,9 @@ import numpy as np
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
-from moesaic.kernels import compressed
+from moesaic.kernels import compressed_layout
 from moesaic.kernels.table import REFERENCE
-from moesaic.models import fingerprint, fused
+from moesaic.models import fingerprint, fused_tensors
 from moesaic.models.checkpoint import INDEX, SINGLE, Progress
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.headers import COMPRESSED_ROWS, Headers
@@ -71,7 +72,7 @@ class _Tensor:
         return self.size / math.prod(self.shape) if self.size else math.inf
 
     @property
-    def written(self) -> int:
+    def new_size(self) -> int:
         """Size in bytes in the new file."""
         return self.size
 
@@ -86,10 +87,10 @@ class _Tensor:
         for at in range(0, self.size, step):
             yield at, min(step, self.size - at)
 
-    def read(self, at: int, size: int) -> Bytes:
+    def read(self, offset: int, size: int) -> Bytes:
         """Returns a piece as it is stored in the new file."""
         with self.file.open("rb") as file:
-            file.seek(self.begin + at)
+            file.seek(self.begin + offset)
             data = file.read(size)
         if len(data) < size:
             raise CheckpointError(f"{self.file}: tensor {self.name}: the file ends within it")
@@ -105,7 +106,7 @@ class _Matrix(_Tensor):
     """A matrix of a routed expert, bf16 [rows, columns]."""
 
     @property
-    def written(self) -> int:
+    def new_size(self) -> int:
         return math.prod(self.entry["shape"])
 
     @property
@@ -113,13 +114,13 @@ class _Matrix(_Tensor):
         rows, columns = self.shape
         return {"dtype": COMPRESSED_ROWS, "shape": [rows, row_bytes(COMPRESSED, columns)]}
 
-    def read(self, at: int, size: int) -> Bytes:
-        bits = np.frombuffer(super().read(at, size), dtype="<u2").reshape(-1, self.shape[1])
+    def read(self, offset: int, size: int) -> Bytes:
+        bits = np.frombuffer(super().read(offset, size), dtype="<u2").reshape(-1, self.shape[1])
         try:
-            stored = compressed.compress(bits)
-        except compressed.Incompressible as error:
+            stored = compressed_layout.compress(bits)
+        except compressed_layout.Incompressible as error:
             raise CheckpointError(f"{self.file}: tensor {self.name}: {error}") from error
-        if not np.array_equal(compressed.decompress(stored, self.shape[1]), bits):
+        if not np.array_equal(compressed_layout.decompress(stored, self.shape[1]), bits):
             raise AssertionError(f"tensor {self.name} would come back with other bits")
         return stored.data
 
@@ -141,8 +142,8 @@ class _Shard:
         entries: dict[str, Any] = {"__metadata__": self.metadata} if self.metadata else {}
         at = 0
         for tensor in self.tensors:
-            entries[tensor.name] = {**tensor.entry, "data_offsets": [at, at + tensor.written]}
-            at += tensor.written
+            entries[tensor.name] = {**tensor.entry, "data_offsets": [at, at + tensor.new_size]}
+            at += tensor.new_size
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNED)
         return len(text).to_bytes(8, "little") + text
@@ -161,7 +162,7 @@ def compress(path: Path, directory: Path, threads: int, progress: Progress) -> S
     tensors = [tensor for shard in shards for tensor in shard.tensors]
     sizes = Sizes(
         bytes_before=sum(tensor.size for tensor in tensors),
-        bytes_after=sum(tensor.written for tensor in tensors),
+        bytes_after=sum(tensor.new_size for tensor in tensors),
         matrices=sum(isinstance(tensor, _Matrix) for tensor in tensors),
     )
     unfinished = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
@@ -213,9 +214,9 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
         for expert in range(layout.num_experts)
         for name, *shape in layout.tensors(layer, expert)
     }
-    names = Headers(path).every().keys()
-    parts = [(name, fused.inside(name, names.__contains__)) for name in wanted]
-    within: dict[str, dict[str, fused.Inside]] = {}
+    names = Headers(path).list_tensors().keys()
+    parts = [(name, fused_tensors.find_fused_part(name, names.__contains__)) for name in wanted]
+    within: dict[str, dict[str, fused_tensors.FusedPart]] = {}
     for name, part in parts:
         if part is not None:
             within.setdefault(part.tensor, {})[name] = part
@@ -225,8 +226,11 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
     return shards
 
 
-def _shard(file: Path, wanted: dict[str, list[int]], within: dict[str, dict[str, fused.Inside]]) -> _Shard:
-    """wanted: names of the experts' matrices -> their shapes. within: fused tensors -> matrices in them."""
+def _shard(
+    file: Path, shapes: dict[str, list[int]], fused_parts: dict[str, dict[str, fused_tensors.FusedPart]]
+) -> _Shard:
+    """shapes: names of the experts' matrices -> their shapes. fused_parts: fused tensors -> matrices in
+    them."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         entries = json.loads(opened.read(length))
@@ -234,30 +238,32 @@ def _shard(file: Path, wanted: dict[str, list[int]], within: dict[str, dict[str,
     tensors: list[_Tensor] = []
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if name in wanted and (dtype != "BF16" or shape != wanted[name]):
-            got = f"got {dtype} {shape}; allowed: BF16 {wanted[name]}"
+        if name in shapes and (dtype != "BF16" or shape != shapes[name]):
+            got = f"got {dtype} {shape}; allowed: BF16 {shapes[name]}"
             raise CheckpointError(f"{file}: tensor {name}: {got}")
-        if name in within:
+        if name in fused_parts:
             tensors += _matrices(
-                _Tensor(name, file, 8 + length + begin, end - begin, dtype, shape), wanted, within[name]
+                _Tensor(name, file, 8 + length + begin, end - begin, dtype, shape), shapes, fused_parts[name]
             )
             continue
-        kind = _Matrix if name in wanted else _Tensor
+        kind = _Matrix if name in shapes else _Tensor
         tensors.append(kind(name, file, 8 + length + begin, end - begin, dtype, shape))
     tensors.sort(key=lambda tensor: (not isinstance(tensor, _Matrix), -tensor.width))
     return _Shard(file.name, tensors, metadata)
 
 
 def _matrices(
-    whole: _Tensor, wanted: dict[str, list[int]], within: dict[str, fused.Inside]
+    fused_tensor: _Tensor, shapes: dict[str, list[int]], fused_parts: dict[str, fused_tensors.FusedPart]
 ) -> Iterator[_Matrix]:
     """The matrices of a fused tensor, as tensors of their own in the new file."""
-    if whole.dtype != "BF16":
-        raise CheckpointError(f"{whole.file}: tensor {whole.name}: got {whole.dtype}; allowed: BF16")
-    for name, part in within.items():
-        rows, columns = wanted[name]
-        begin = whole.begin + 2 * part.first(rows, columns)
-        yield _Matrix(name, whole.file, begin, 2 * rows * columns, whole.dtype, [rows, columns])
+    if fused_tensor.dtype != "BF16":
+        raise CheckpointError(
+            f"{fused_tensor.file}: tensor {fused_tensor.name}: got {fused_tensor.dtype}; allowed: BF16"
+        )
+    for name, part in fused_parts.items():
+        rows, columns = shapes[name]
+        begin = fused_tensor.begin + 2 * part.first(rows, columns)
+        yield _Matrix(name, fused_tensor.file, begin, 2 * rows * columns, fused_tensor.dtype, [rows, columns])
 
 
 def _in_order(tensors: Iterable[_Tensor], threads: int) -> Generator[tuple[int, Bytes]]:
@@ -287,12 +293,15 @@ def _write_beside(path: Path, directory: Path, config: dict[str, Any], shards: S
         shutil.copyfile(file, directory / file.name)
     config = {
         **config,
-        "quantization_config": {"quant_method": QUANT_METHOD, fingerprint.ORIGIN: fingerprint.of(path)},
+        "quantization_config": {
+            "quant_method": QUANT_METHOD,
+            fingerprint.ORIGIN: fingerprint.compute_fingerprint(path),
+        },
     }
     _write_json(directory / "config.json", config)
     if (path / INDEX).is_file():
         index = read_json(path / INDEX, INDEX_BYTES)
-        total = sum(tensor.written for shard in shards for tensor in shard.tensors)
+        total = sum(tensor.new_size for shard in shards for tensor in shard.tensors)
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
         index["weight_map"] = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
         _write_json(directory / INDEX, index)

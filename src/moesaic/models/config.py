@@ -43,25 +43,25 @@ _SHOWN = 80
 """Maximum number of characters of a wrong value that a message repeats."""
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Returns a value of a file as one short line. A name made of printable characters stays as it is."""
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
     text = text.encode("ascii", "backslashreplace").decode()  # a file may hold a lone surrogate
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _refuse(name: str, value: object, allowed: str) -> CheckpointError:
-    got = shown(repr(value))
-    return CheckpointError(f"config.json: {shown(name)}: got {got}; allowed: {allowed}")
+def _refuse(name: str, value: object, allowed_values: str) -> CheckpointError:
+    got = shorten(repr(value))
+    return CheckpointError(f"config.json: {shorten(name)}: got {got}; allowed: {allowed_values}")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _too_large(value: object, most: float) -> str:
+def _too_large(value: object, maximum: float) -> str:
     """Returns the upper limit as a part of a message, if `value` exceeds it."""
-    return f" and at most {most:g}" if _is_number(value) and value > most else ""  # type: ignore[operator]
+    return f" and at most {maximum:g}" if _is_number(value) and value > maximum else ""  # type: ignore[operator]
 
 
 class Fields:
@@ -71,10 +71,10 @@ class Fields:
     Each raises CheckpointError that names the key, its value and what is allowed.
     """
 
-    def __init__(self, raw: dict[str, Any], where: str = "") -> None:
+    def __init__(self, raw: dict[str, Any], prefix: str = "") -> None:
         self._raw = raw
-        self._where = where
-        self._seen: set[str] = set()
+        self._prefix = prefix
+        self._read_keys: set[str] = set()
 
     @property
     def names(self) -> list[str]:
@@ -83,11 +83,11 @@ class Fields:
 
     def raw(self, name: str, default: Any = _REQUIRED) -> Any:
         """Returns the value without checks."""
-        self._seen.add(name)
+        self._read_keys.add(name)
         if name in self._raw:
             return self._raw[name]
         if default is _REQUIRED:
-            raise CheckpointError(f"config.json: {shown(self._where + name)} is missing")
+            raise CheckpointError(f"config.json: {shorten(self._prefix + name)} is missing")
         return default
 
     def integer(
@@ -100,7 +100,7 @@ class Fields:
         if not good or not minimum <= value <= most:
             large = maximum is not None or (good and value > most)
             top = f" and at most {most}" if large else ""
-            raise _refuse(self._where + name, value, f"an integer of at least {minimum}{top}")
+            raise _refuse(self._prefix + name, value, f"an integer of at least {minimum}{top}")
         return int(value)
 
     def maybe_integer(self, name: str, minimum: int = 1) -> int | None:
@@ -112,7 +112,7 @@ class Fields:
         value = self.raw(name, default)
         if not _is_number(value) or not minimum <= value <= MOST_NUMBER:
             allowed = f"a number of at least {minimum:g}{_too_large(value, MOST_NUMBER)}"
-            raise _refuse(self._where + name, value, allowed)
+            raise _refuse(self._prefix + name, value, allowed)
         return float(value)
 
     def number_above(self, name: str, low: float, default: Any = _REQUIRED) -> float:
@@ -120,7 +120,7 @@ class Fields:
         value = self.raw(name, default)
         if not _is_number(value) or not low < value <= MOST_NUMBER:
             allowed = f"a number above {low:g}{_too_large(value, MOST_NUMBER)}"
-            raise _refuse(self._where + name, value, allowed)
+            raise _refuse(self._prefix + name, value, allowed)
         return float(value)
 
     def maybe_number(self, name: str, minimum: float = 0.0) -> float | None:
@@ -131,7 +131,7 @@ class Fields:
         """Returns true or false."""
         value = self.raw(name, default)
         if not isinstance(value, bool):
-            raise _refuse(self._where + name, value, "true, false")
+            raise _refuse(self._prefix + name, value, "true, false")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -139,7 +139,7 @@ class Fields:
         value = self.raw(name, None)
         value = [] if value is None else value
         if not isinstance(value, list) or any(type(item) is not int for item in value):
-            raise _refuse(self._where + name, value, "a list of integers")
+            raise _refuse(self._prefix + name, value, "a list of integers")
         return tuple(value)
 
     def positive_numbers(self, name: str) -> tuple[float, ...]:
@@ -147,23 +147,27 @@ class Fields:
         value = self.raw(name)
         good = isinstance(value, list) and all(_is_number(item) and 0 < item <= MOST_NUMBER for item in value)
         if not good or not value:
-            raise _refuse(self._where + name, value, "a list of numbers above 0")
+            raise _refuse(self._prefix + name, value, "a list of numbers above 0")
         return tuple(map(float, value))
 
-    def words(self, name: str, count: int, allowed: Sequence[str], default: list[str]) -> list[str]:
-        """Returns a list of `count` of the words `allowed`; `default` if the key is null or absent."""
+    def words(self, name: str, count: int, allowed_words: Sequence[str], default: list[str]) -> list[str]:
+        """Returns a list of `count` of the words `allowed_words`; `default` if the key is null or absent."""
         value = self.raw(name, None)
         value = default if value is None else value
-        if not isinstance(value, list) or len(value) != count or any(item not in allowed for item in value):
-            raise _refuse(self._where + name, value, f"a list of {count} of {', '.join(allowed)}")
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or any(item not in allowed_words for item in value)
+        ):
+            raise _refuse(self._prefix + name, value, f"a list of {count} of {', '.join(allowed_words)}")
         return value
 
-    def only(self, name: str, *allowed: object, why: str = "") -> None:
+    def require_value(self, name: str, *allowed_values: object, reason: str = "") -> None:
         """Refuses any value but these. The key may be absent."""
-        value = self.raw(name, allowed[0])
-        if not any(value == item and type(value) is type(item) for item in allowed):
-            text = ", ".join(map(repr, allowed)) + (f" ({why})" if why else "")
-            raise _refuse(self._where + name, value, text)
+        value = self.raw(name, allowed_values[0])
+        if not any(value == item and type(value) is type(item) for item in allowed_values):
+            text = ", ".join(map(repr, allowed_values)) + (f" ({reason})" if reason else "")
+            raise _refuse(self._prefix + name, value, text)
 
     def child(self, name: str) -> Fields | None:
         """Returns a nested object, which needs its own `done`; None if the key is null or absent."""
@@ -171,15 +175,15 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise _refuse(self._where + name, value, "an object or null")
-        return Fields(value, f"{self._where}{name}.")
+            raise _refuse(self._prefix + name, value, "an object or null")
+        return Fields(value, f"{self._prefix}{name}.")
 
     def ignore(self, *names: str) -> None:
         """Accepts keys that do not affect inference."""
-        self._seen.update(names)
+        self._read_keys.update(names)
 
-    def done(self) -> None:
+    def refuse_unread(self) -> None:
         """Raises CheckpointError for the first key that was not read and is not benign."""
-        benign = BENIGN if not self._where else frozenset[str]()
-        for name in sorted(self._raw.keys() - self._seen - benign):
-            raise _refuse(self._where + name, self._raw[name], "keys that this model_type understands")
+        benign = BENIGN if not self._prefix else frozenset[str]()
+        for name in sorted(self._raw.keys() - self._read_keys - benign):
+            raise _refuse(self._prefix + name, self._raw[name], "keys that this model_type understands")

@@ -47,7 +47,7 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
     Layers may have experts of several types. Then `read` is a mean, and `name` the largest type in memory.
     """
     first = layout.tensors(layout.layers[0], 0)[0]
-    plain = layout.form == ROWS and headers.quantized(*first) is None
+    plain = layout.form == ROWS and headers.find_quantized(*first) is None
     compressed = plain and headers.find(*first).dtype == COMPRESSED_ROWS
     if plain and (not compressed or is_packed(layout.dtype)):
         return None
@@ -62,14 +62,14 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
 def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, int]:
     """`read` and `staging` of a conversion of the first expert of a layer."""
     tensors = layout.tensors(layer, 0)
-    matrices = [] if layout.form in TURNED else [headers.quantized(*one) for one in tensors]
+    matrices = [] if layout.form in TURNED else [headers.find_quantized(*one) for one in tensors]
     places = set()
     for name, *shape in tensors:
-        matrix = headers.quantized(name, *shape)
+        matrix = headers.find_quantized(name, *shape)
         places |= (
             {headers.find(name, *shape)}
             if matrix is None
-            else {headers.own(part)[0] for part in matrix.parts}
+            else {headers.locate_part(part)[0] for part in matrix.parts}
         )
     read = sum(place.size for place in places)
     stored = layout.dtype_of(layer)
@@ -107,14 +107,14 @@ def _kinds(kind: str) -> Kinds:
     return lambda name: kind if name.endswith(".weight") else "any"
 
 
-class Counted(Claims):
+class CountingClaims(Claims):
     """A checkpoint of which nothing is read. It counts what would be."""
 
     bytes = 0
     """Bytes of all tensors that were asked for, in the types in which they were."""
 
-    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
         """As `Claims.tensor`."""
-        found = super().tensor(name, *shape, **how)
+        found = super().tensor(name, *shape, **options)
         self.bytes += found.nbytes
         return found

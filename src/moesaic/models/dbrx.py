@@ -20,7 +20,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, columns_of
 from moesaic.models.spec import KVLayout, ModelSpec
 from moesaic.models.whole_norm import WholeNormAttention
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 EPSILON = 1e-5
 """Of all norms. It is in no config.json."""
@@ -45,7 +45,7 @@ class Config:
     gating: Gating
     max_position: int
     rope: rope.RopeConfig
-    tied: bool = False
+    has_tied_embeddings: bool = False
     epsilon: float = EPSILON
     layer_norm: bool = True
 
@@ -70,13 +70,13 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
-    fields.only("model_type", "dbrx")
-    fields.only("tie_word_embeddings", False)
+    fields.require_value("model_type", "dbrx")
+    fields.require_value("tie_word_embeddings", False)
     fields.ignore("resid_pdrop", "emb_pdrop")
     attention = fields.child("attn_config") or Fields({}, "attn_config.")
     hidden, query = fields.integer("d_model", 2048), fields.integer("n_heads", 16)
     key = attention.integer("kv_n_heads", 1)
-    fields.only("num_key_value_heads", key, why="as attn_config.kv_n_heads")
+    fields.require_value("num_key_value_heads", key, reason="as attn_config.kv_n_heads")
     if query % key or hidden % query:
         raise CheckpointError(
             f"config.json: n_heads: got {query}; allowed: a divisor of d_model {hidden}, and a multiple of "
@@ -86,7 +86,7 @@ def parse(raw: dict[str, Any]) -> Config:
     max_position = fields.integer("max_seq_len", 2048)
     theta = attention.maybe_number("rope_theta", minimum=1.0)
     attention.ignore(*TRAINED)
-    attention.done()
+    attention.refuse_unread()
     found = rope.read(fields, max_position, theta or THETA)
     if theta is not None and found.theta != theta:
         raise CheckpointError(
@@ -108,7 +108,7 @@ def parse(raw: dict[str, Any]) -> Config:
             rope=found,
         ),
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 
@@ -116,13 +116,13 @@ def _with_experts(fields: Fields, config: Config) -> Config:
     """`config` with what ffn_config says."""
     ffn = fields.child("ffn_config") or Fields({}, "ffn_config.")
     experts = ffn.integer("moe_num_experts", 4)
-    ffn.only("ffn_act_fn", {"name": "silu"}, None)
-    ffn.only("moe_normalize_expert_weights", 1.0, 1, None, why="the sum of the weights, or none")
+    ffn.require_value("ffn_act_fn", {"name": "silu"}, None)
+    ffn.require_value("moe_normalize_expert_weights", 1.0, 1, None, reason="the sum of the weights, or none")
     normalise = ffn.raw("moe_normalize_expert_weights", 1.0) is not None
     top_k = ffn.integer("moe_top_k", 1, maximum=experts)
     width = ffn.integer("ffn_hidden_size", 3584)
     ffn.ignore(*TRAINED)
-    ffn.done()
+    ffn.refuse_unread()
     return replace(config, expert_width=width, num_experts=experts, gating=Gating(top_k, normalise=normalise))
 
 
@@ -133,9 +133,9 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
         config.hidden_size,
         config.expert_width,
         config.num_experts,
-        gate="w1",
-        up="v1",
-        down="w2",
+        gate_name="w1",
+        up_name="v1",
+        down_name="w2",
         form=DOWN_COLUMNS,
     )
 
@@ -182,7 +182,7 @@ def _attention(config: Config, loader: Loader, table: rope.RopeTable, name: str)
         query=part(0, query),
         key=part(hidden, key),
         value=part(hidden + keys, key),
-        out=loader.output_projection(f"{name}.out_proj", hidden, hidden, query),
+        out_proj=loader.output_projection(f"{name}.out_proj", hidden, hidden, query),
         query_columns=slice(None),
         key_columns=slice(None),
         clip=config.clip,

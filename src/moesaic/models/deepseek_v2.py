@@ -13,7 +13,7 @@ from moesaic.models.config import Fields
 from moesaic.models.gates import read_groups
 from moesaic.models.latent import read_sizes
 from moesaic.models.shared_experts import (
-    UNUSED,
+    UNUSED_TENSORS,
     Config,
     Names,
     blocks,
@@ -22,7 +22,7 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "first_k_dense_replace": 0,
     "intermediate_size": 11008,
@@ -34,9 +34,9 @@ DEFAULTS = {
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "deepseek_v2")
-    fields.only("scoring_func", "softmax")
-    fields.only("mlp_bias", False)
+    fields.require_value("model_type", "deepseek_v2")
+    fields.require_value("scoring_func", "softmax")
+    fields.require_value("mlp_bias", False)
     # Losses and parallelism of training; widths that follow from other keys.
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
@@ -48,7 +48,7 @@ def parse(raw: dict[str, Any]) -> Config:
 
 def _gating(fields: Fields) -> Gating:
     experts = fields.integer("n_routed_experts")
-    fields.only("topk_method", "greedy", "group_limited_greedy")
+    fields.require_value("topk_method", "greedy", "group_limited_greedy")
     if fields.raw("topk_method", "greedy") == "greedy":
         fields.ignore("n_group", "topk_group")
         groups, kept = 1, 1
@@ -60,7 +60,7 @@ def _gating(fields: Fields) -> Gating:
         why = (
             "implementations of deepseek_v2 disagree on it with one expert per token or routed_scaling_factor"
         )
-        fields.only("norm_topk_prob", False, None, why=why)
+        fields.require_value("norm_topk_prob", False, None, reason=why)
     return Gating(
         top_k=top_k,
         normalise=fields.raw("norm_topk_prob", None) is not None and fields.flag("norm_topk_prob"),

@@ -12,7 +12,7 @@ from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
 from moesaic.models.latent import read_sizes
 from moesaic.models.shared_experts import (
-    UNUSED,
+    UNUSED_TENSORS,
     Config,
     blocks,
     expert_names,
@@ -21,7 +21,7 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse", "prediction_layer"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse", "prediction_layer"]
 DEFAULTS = {
     "first_k_dense_replace": 3,
     "intermediate_size": 18432,
@@ -38,12 +38,12 @@ DEFAULTS = {
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "deepseek_v3", "kimi_k2")
-    fields.only("moe_layer_freq", 1)
-    fields.only("num_key_value_heads", fields.integer("num_attention_heads"), None)
+    fields.require_value("model_type", "deepseek_v3", "kimi_k2")
+    fields.require_value("moe_layer_freq", 1)
+    fields.require_value("num_key_value_heads", fields.integer("num_attention_heads"), None)
     # Losses and parallelism of training; widths that follow from other keys.
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
-    attention = read_sizes(fields, angles, interleaved=fields.flag("rope_interleave", True))
+    attention = read_sizes(fields, angles, is_interleaved=fields.flag("rope_interleave", True))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))
     return read(fields, "deepseek_v3", attention, angles, gating, layers_after_dense(fields))

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.matrix import Weight, joined, rows_of
+from moesaic.kernels.matrix import Weight, concat_rows, select_rows
 from moesaic.kernels.states import LayerStates, StateSizes
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Projected
+from moesaic.models.block import Projections
 from moesaic.models.layers import Projection
 from moesaic.models.loader import Loader, columns_of
 
@@ -28,7 +28,7 @@ class GatedDeltaNet:
     """The linear attention of one layer. See `block.Recurrence`."""
 
     kernels: Kernels
-    mixed: Weight
+    mixed_proj: Weight
     """[C, h] projection to query, key and value of all heads, before the convolution."""
     output_gate: Weight
     """[Hv * dv, h]"""
@@ -42,18 +42,18 @@ class GatedDeltaNet:
     """[Hv] float32, added to alpha's gate."""
     norm: torch.Tensor
     """[dv] float32"""
-    out: Projection
+    out_proj: Projection
     epsilon: float
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h] -> query: what the convolution mixes [n, C]; key: gates [n, 2 * Hv]; value: the gate of
         the output [n, Hv * dv]."""
         mixed, gate, gates = self.kernels.linears(
-            rows, [self.mixed, self.output_gate, self.gates], [None, None, None]
+            rows, [self.mixed_proj, self.output_gate, self.gates], [None, None, None]
         )
-        return Projected(query=mixed, key=gates, value=gate)
+        return Projections(query=mixed, key=gates, value=gate)
 
-    def recur(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+    def recur(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Rows of `project` -> [n, Hv * dv]. Changes `states`."""
         assert rows.value is not None
         mixed = self.kernels.convolve(rows.query, self.taps, states, batch)
@@ -64,9 +64,9 @@ class GatedDeltaNet:
         """The same attention, whose `recur` runs on a CPU with these kernels. Its vectors are on a CPU."""
         return replace(self, kernels=kernels)
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
+    def output(self, attention_output: torch.Tensor) -> torch.Tensor:
         """[n, Hv * dv] -> [n, h]."""
-        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+        return self.kernels.linear(attention_output, self.out_proj.weight, self.out_proj.bias)
 
 
 def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: float) -> GatedDeltaNet:
@@ -84,14 +84,14 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
     kept = slice(values.start, values.stop)
     return GatedDeltaNet(
         kernels=loader.kernels,
-        mixed=mixed,
+        mixed_proj=mixed,
         output_gate=gate,
         gates=gates,
         taps=torch.cat([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).contiguous().t(),
         decay=_decay(loader, name, sizes.value_heads)[kept],
         bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[kept],
         norm=loader.exact(f"{name}.norm.weight", sizes.value_width),
-        out=loader.output_projection(
+        out_proj=loader.output_projection(
             f"{name}.out_proj", hidden, sizes.value_heads * sizes.value_width, columns
         ),
         epsilon=epsilon,
@@ -126,26 +126,26 @@ def _by_part(loader: Loader, name: str, sizes: StateSizes, hidden: int) -> tuple
         mixed = loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden)
     else:
         parts = _mixed_parts(loader, sizes)
-        mixed = joined([loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts])
+        mixed = concat_rows([loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts])
     kept = slice(values.start, values.stop)
     gates = [loader.weight(f"{name}.in_proj_{gate}", sizes.value_heads, hidden, kept) for gate in "ba"]
     gate = loader.weight(f"{name}.in_proj_z", width, hidden, columns_of(values, sizes.value_width))
-    return mixed, gate, joined(gates)
+    return mixed, gate, concat_rows(gates)
 
 
 def _by_head(loader: Loader, name: str, sizes: StateSizes, hidden: int) -> tuple[Weight, Weight, Weight]:
     keys, shared = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
     widths = [sizes.key_width] * 2 + [shared * sizes.value_width] * 2
-    parts = _of_heads(loader, f"{name}.in_proj_qkvz", sizes.key_heads, keys, widths, hidden)
-    gates = _of_heads(loader, f"{name}.in_proj_ba", sizes.key_heads, keys, [shared, shared], hidden)
-    return joined(parts[:3]), parts[3], joined(gates)
+    parts = _load_by_heads(loader, f"{name}.in_proj_qkvz", sizes.key_heads, keys, widths, hidden)
+    gates = _load_by_heads(loader, f"{name}.in_proj_ba", sizes.key_heads, keys, [shared, shared], hidden)
+    return concat_rows(parts[:3]), parts[3], concat_rows(gates)
 
 
-def _of_heads(
-    loader: Loader, name: str, heads: int, kept: range, widths: list[int], hidden: int
+def _load_by_heads(
+    loader: Loader, name: str, heads: int, shard_heads: range, widths: list[int], hidden: int
 ) -> list[Weight]:
     """The rows of several projections, which follow each other head by head in one matrix."""
     total = sum(widths)
-    matrix = loader.weight(name, heads * total, hidden, columns_of(kept, total))
-    rows = torch.arange(len(kept) * total).view(len(kept), total)
-    return [rows_of(matrix, part.flatten()) for part in rows.split_with_sizes(widths, dim=1)]
+    matrix = loader.weight(name, heads * total, hidden, columns_of(shard_heads, total))
+    rows = torch.arange(len(shard_heads) * total).view(len(shard_heads), total)
+    return [select_rows(matrix, part.flatten()) for part in rows.split_with_sizes(widths, dim=1)]

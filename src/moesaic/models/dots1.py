@@ -10,10 +10,10 @@ from typing import Any
 from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import (
-    UNUSED,
+    UNUSED_TENSORS,
     Config,
     blocks,
     expert_names,
@@ -22,7 +22,7 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "first_k_dense_replace": 0,
     "intermediate_size": 10944,
@@ -44,11 +44,11 @@ def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     scoring = {"scoring_func": "sigmoid"} if raw.get("scoring_func") == "noaux_tc" else {}
     fields = Fields(DEFAULTS | raw | scoring)  # the makers' files name the gate, which has sigmoids
-    fields.only("model_type", "dots1")
-    fields.only("moe_layer_freq", 1)
+    fields.require_value("model_type", "dots1")
+    fields.require_value("moe_layer_freq", 1)
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size")  # losses and parallelism of training
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
-    heads = read_heads(fields, fields.number("rms_norm_eps"), normed=True)
+    heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     gating = read_corrected(fields, fields.integer("n_routed_experts"))
     return read(
         fields,

@@ -18,37 +18,37 @@ CHUNK = 1 << 24
 
 
 def nearest_known(
-    path: Path, known: TokenArray, progress: Callable[[int, int], None] | None = None
+    path: Path, known_tokens: TokenArray, progress: Callable[[int, int], None] | None = None
 ) -> TokenArray:
-    """Returns [V] the nearest token of `known` [m] for each token of the checkpoint, by cosine.
+    """Returns [V] the nearest token of `known_tokens` [m] for each token of the checkpoint, by cosine.
 
-    known: at least one token, ascending. Each is its own nearest. Ties go to the lowest token.
+    known_tokens: at least one token, ascending. Each is its own nearest. Ties go to the lowest token.
     progress: called with tokens done, and total tokens. Raises CheckpointError if the embedding cannot be
     read.
     """
     spec = read_spec(path)
     shape = spec.vocab_size, spec.hidden_size
     name, checkpoint = "model.embed_tokens.weight", Checkpoint(path)
-    quantized = checkpoint.quantized(name, *shape) is not None
+    quantized = checkpoint.find_quantized(name, *shape) is not None
     dtype = torch.float32 if quantized else checkpoint.dtype(name)
-    return nearest(checkpoint.tensor(name, *shape, dtype=dtype), known, progress)
+    return nearest(checkpoint.tensor(name, *shape, dtype=dtype), known_tokens, progress)
 
 
 def nearest(
-    embedding: torch.Tensor, known: TokenArray, progress: Callable[[int, int], None] | None = None
+    embedding: torch.Tensor, known_tokens: TokenArray, progress: Callable[[int, int], None] | None = None
 ) -> TokenArray:
     """As nearest_known, for an embedding [V, h].
 
     Example: rows (1, 0), (0, 2), (3, 1) with the first two known -> 0, 1, 0.
     """
-    targets = _rows(embedding, known)
+    targets = _rows(embedding, known_tokens)
     targets /= np.maximum(np.linalg.norm(targets, axis=1, keepdims=True), 1e-12)
     found = np.arange(len(embedding), dtype=np.int32)
-    others = np.setdiff1d(found, known)
-    step = max(1, CHUNK // len(known))
+    others = np.setdiff1d(found, known_tokens)
+    step = max(1, CHUNK // len(known_tokens))
     for start in range(0, len(others), step):
         chunk = others[start : start + step]
-        found[chunk] = known[(_rows(embedding, chunk) @ targets.T).argmax(axis=1)]
+        found[chunk] = known_tokens[(_rows(embedding, chunk) @ targets.T).argmax(axis=1)]
         if progress is not None:
             progress(min(start + step, len(others)), len(others))
     return found

@@ -12,12 +12,12 @@ from moesaic.core.errors import CheckpointError
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope, shared_experts
 from moesaic.models.config import Fields
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import Config, Keys, Names, blocks, expert_names, num_layers, read
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
-UNUSED = (*shared_experts.UNUSED, r"model\.mtp_.*")
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+UNUSED_TENSORS = (*shared_experts.UNUSED_TENSORS, r"model\.mtp_.*")
 """Tensors that are not needed, with those that predict several tokens at once."""
 DEFAULTS = {
     "intermediate_size": 12288,
@@ -33,7 +33,7 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-KEYS = Keys(experts="moe_num_experts", shared="moe_num_shared_experts")
+KEYS = Keys(experts="moe_num_experts", shared_experts="moe_num_shared_experts")
 NAMES = Names(
     corrections=(
         "mlp.moe_statics.e_score_correction_bias",
@@ -49,15 +49,15 @@ Here it is added to the sum. With the usual 1e-12 no float32 sum from 1e-4 on ch
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "ernie4_5_moe")
-    fields.only("use_bias", False)
-    fields.only("use_rmsnorm", True)
-    fields.only("moe_gate", "topk", "top2_fused")
-    fields.only("moe_use_aux_free", True, why="the gate has a bias")
+    fields.require_value("model_type", "ernie4_5_moe")
+    fields.require_value("use_bias", False)
+    fields.require_value("use_rmsnorm", True)
+    fields.require_value("moe_gate", "topk", "top2_fused")
+    fields.require_value("moe_use_aux_free", True, reason="the gate has a bias")
     # Training, and layers that predict several tokens at once, whose tensors have other names here.
     fields.ignore("moe_capacity", "num_nextn_predict_layers")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 500000.0)
-    heads = replace(read_heads(fields, fields.number("rms_norm_eps")), interleaved=True)
+    heads = replace(read_heads(fields, fields.number("rms_norm_eps")), is_interleaved=True)
     attention = GroupedQuery(heads, heads.width)
     return read(
         fields, "ernie4_5_moe", attention, angles, _gating(fields), _moe_layers(fields), NAMES, keys=KEYS
@@ -69,7 +69,7 @@ def _gating(fields: Fields) -> Gating:
     if least > MOST_NORM_MIN:
         raise CheckpointError(f"config.json: moe_norm_min: got {least:g}; allowed: at most {MOST_NORM_MIN:g}")
     top_k = fields.integer("moe_k", maximum=fields.integer("moe_num_experts"))
-    return Gating(top_k, normalise=True, added=least)
+    return Gating(top_k, normalise=True, sum_epsilon=least)
 
 
 def _moe_layers(fields: Fields) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from moesaic.models import rope, shared_experts
 from moesaic.models.block import Attention
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import Loader, grouped_query_attention, read_heads
 from moesaic.models.shared_experts import (
     DENSE,
@@ -25,8 +25,8 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
-UNUSED = (*shared_experts.UNUSED, r"mtp\..*")
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+UNUSED_TENSORS = (*shared_experts.UNUSED_TENSORS, r"mtp\..*")
 """Tensors that are not needed, with those that predict several tokens at once."""
 DEFAULTS = {
     "first_k_dense_replace": 1,
@@ -44,7 +44,7 @@ DEFAULTS = {
     "sliding_window": 4096,
     "topk_group": 1,
 }
-KEYS = Keys(experts="num_experts", shared="num_shared_experts")
+KEYS = Keys(experts="num_experts", shared_experts="num_shared_experts")
 NAMES = Names(corrections=("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"))
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -59,10 +59,10 @@ class RotatedInWindows(GroupedQuery):
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw | {"num_nextn_predict_layers": 0})  # such layers have other names here
-    fields.only("model_type", "exaone_moe")
-    fields.only("attention_bias", False)
+    fields.require_value("model_type", "exaone_moe")
+    fields.require_value("attention_bias", False)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
-    heads = read_heads(fields, fields.number("rms_norm_eps"), normed=True)
+    heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     windows = _windows(fields)
     attention = RotatedInWindows(heads, heads.width)
     layers, gating = _moe_layers(fields), read_corrected(fields, fields.integer("num_experts"))

@@ -14,7 +14,7 @@ from moesaic.core.text_config import text_of
 from moesaic.models import hub
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
-from moesaic.models.gguf.hub import OnHub, on_hub
+from moesaic.models.gguf.hub import HubFile, parse_hub_file
 from moesaic.models.gguf.model import Model as GgufModel
 
 DEMO = "demo"
@@ -46,12 +46,12 @@ def resolve(model: str, revision: str | None = None) -> Path:
             "--revision", revision, "none for a model in a directory or a file, which has no other"
         )
     if model == DEMO:
-        return _checked(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
-    path, file = Path(model).expanduser(), on_hub(model)
+        return _check_directory(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
+    path, file = Path(model).expanduser(), parse_hub_file(model)
     if file is not None and not path.exists():
         return _gguf_from_hub(file, revision)
     if is_gguf(path) or path.is_dir():
-        return gguf_at(path) or _checked(path, "no config.json in this directory")
+        return gguf_at(path) or _check_directory(path, "no config.json in this directory")
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise ConfigError.field("model", model, MODEL)
     return _from_hub(model, revision)
@@ -98,7 +98,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return GgufModel(path).config if is_gguf(path) else read_json(path / "config.json")
 
 
-def _checked(path: Path, problem: str) -> Path:
+def _check_directory(path: Path, problem: str) -> Path:
     if not (path / "config.json").is_file():
         raise CheckpointError(f"model: {path}: {lookalike_without_config(path) or problem}")
     if (pointer := lfs_pointer_in(path)) is not None:
@@ -108,17 +108,17 @@ def _checked(path: Path, problem: str) -> Path:
 
 def _from_hub(model: str, revision: str | None) -> Path:
     why = f"no config.json in this repository; of one with GGUF files, name a file as {model}:Q4_K_M"
-    return _checked(hub.download(model, revision, MODEL), why)
+    return _check_directory(hub.download(model, revision, MODEL), why)
 
 
-def _gguf_from_hub(file: OnHub, revision: str | None) -> Path:
+def _gguf_from_hub(file: HubFile, revision: str | None) -> Path:
     """A file that the cache has is not looked for on the hub."""
     found = hub.gguf_in_cache(file, revision) or hub.download_gguf(file, revision, MODEL)
     return GgufModel(found).path
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundModel:
     """What can be known of a model without a download of its weights."""
 
     config: Path
@@ -132,7 +132,7 @@ class Found:
     """The name of a model on the hub, which commands take."""
 
     @property
-    def here(self) -> bool:
+    def has_weights(self) -> bool:
         """Whether the weights are on this machine."""
         return self.directory is not None and self.files is None
 
@@ -152,7 +152,7 @@ class Found:
         return file if self.files is not None and file.is_file() else None
 
 
-def find(model: str, folder: Path, revision: str | None = None) -> Found:
+def find(model: str, folder: Path, revision: str | None = None) -> FoundModel:
     """Finds a model as `resolve` does, but does not download its weights. A path of a config.json is found,
     too.
 
@@ -163,35 +163,35 @@ def find(model: str, folder: Path, revision: str | None = None) -> Found:
     if path.is_file() and path.suffix == ".json":
         if revision is not None:
             raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")
-        return Found(path)
-    if (file := on_hub(model)) is not None and not path.exists():
+        return FoundModel(path)
+    if (file := parse_hub_file(model)) is not None and not path.exists():
         return _gguf_on_hub(file, revision, folder)
     here = path.exists() or is_gguf(path)
     if model == DEMO or here or path.is_absolute() or model.startswith((".", "~")):
         found = resolve(model, revision)
-        return Found(found if is_gguf(found) else found / "config.json", found)
+        return FoundModel(found if is_gguf(found) else found / "config.json", found)
     cached = _in_cache(model, revision)
     if cached is not None:
-        return Found(cached / "config.json", cached)
+        return FoundModel(cached / "config.json", cached)
     gguf = hub.only_gguf(model, revision, MODEL)
     if gguf is not None:
         return _gguf_on_hub(gguf, revision, folder)
     files = hub.small_files(model, revision, folder, (INDEX, INDEX_BYTES), MODEL)
-    return Found(folder / "config.json", files=files, name=model)
+    return FoundModel(folder / "config.json", files=files, name=model)
 
 
-def _gguf_on_hub(file: OnHub, revision: str | None, folder: Path) -> Found:
+def _gguf_on_hub(file: HubFile, revision: str | None, folder: Path) -> FoundModel:
     cached = hub.gguf_in_cache(file, revision)
     if cached is not None:
-        return Found(cached, cached, name=file.name)
+        return FoundModel(cached, cached, name=file.name)
     files = hub.headers_of_gguf(file, revision, folder, MODEL)
     found = folder / next(iter(files))
-    return Found(found, found, files, file.name)
+    return FoundModel(found, found, files, file.name)
 
 
 def _in_cache(model: str, revision: str | None) -> Path | None:
     """The directory of a hub id in the local cache. None unless it has all weights."""
-    path = hub.cached(model, revision)
+    path = hub.find_cached(model, revision)
     if path is None or not (path / "config.json").is_file():
         return None
     if (path / INDEX).is_file():
@@ -201,15 +201,15 @@ def _in_cache(model: str, revision: str | None) -> Path | None:
     return path if (path / SINGLE).is_file() else None
 
 
-def read_json(file: Path, most: int = CONFIG_BYTES) -> dict[str, Any]:
-    """Reads a JSON object of at most `most` bytes.
+def read_json(file: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Reads a JSON object of at most `max_bytes` bytes.
 
     Raises CheckpointError if the file is missing, larger, or contains something else.
     """
     try:
         size = file.stat().st_size
-        if size > most:
-            raise CheckpointError(f"{file}: got {size} bytes; allowed: at most {most}")
+        if size > max_bytes:
+            raise CheckpointError(f"{file}: got {size} bytes; allowed: at most {max_bytes}")
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: this file is missing") from error

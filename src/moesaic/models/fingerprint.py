@@ -47,17 +47,17 @@ KEPT = 16 << 20
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}(\.[0-9a-f]{16}){2}")
 
 
-def of(path: Path) -> str:
+def compute_fingerprint(path: Path) -> str:
     """The fingerprint of the checkpoint in a directory: three words, one for each of PARTS.
 
     Raises CheckpointError for files that are missing or damaged.
     """
-    return _of(path, _state(path))
+    return _compute(path, _state(path))
 
 
-def difference(one: str, other: str) -> str:
+def difference(first: str, second: str) -> str:
     """Which parts of two fingerprints differ, in words for people. Empty if none does."""
-    pairs = zip(PARTS, one.split("."), other.split("."), strict=True)
+    pairs = zip(PARTS, first.split("."), second.split("."), strict=True)
     return ", ".join(part for part, mine, theirs in pairs if mine != theirs)
 
 
@@ -68,7 +68,7 @@ def origin(path: Path) -> str:
     """
     told = read_config(path).get("quantization_config")
     made_from = told.get(ORIGIN) if isinstance(told, dict) else None
-    return made_from if isinstance(made_from, str) else of(path)
+    return made_from if isinstance(made_from, str) else compute_fingerprint(path)
 
 
 def stamp(path: Path) -> str:
@@ -76,21 +76,21 @@ def stamp(path: Path) -> str:
 
     It reads no file, so it only means something on one machine. Raises CheckpointError if a file is missing.
     """
-    return _hash(f"{file.name} {_identity(_found(file))}" for file in _files(path))
+    return _hash(f"{file.name} {_identity(_stat(file))}" for file in _files(path))
 
 
-def check_unchanged(path: Path, stamped: str) -> None:
+def check_unchanged(path: Path, expected_stamp: str) -> None:
     """Raise CheckpointError if the files no longer have this stamp."""
-    if stamp(path) != stamped:
-        raise _changed(path)
+    if stamp(path) != expected_stamp:
+        raise _change_error(path)
 
 
 @contextlib.contextmanager
-def unchanged(path: Path, stamped: str) -> Iterator[None]:
+def guard_unchanged(path: Path, expected_stamp: str) -> Iterator[None]:
     """A context in which files are loaded, which must have this stamp before and after it."""
-    check_unchanged(path, stamped)
+    check_unchanged(path, expected_stamp)
     yield
-    check_unchanged(path, stamped)
+    check_unchanged(path, expected_stamp)
 
 
 class ExpertDigests:
@@ -103,12 +103,12 @@ class ExpertDigests:
     def __init__(self, path: Path, layout: ExpertLayout) -> None:
         self._headers = Headers(path)
         self._layout = layout
-        self._found = {file: _found(file) for file in self._headers.files}
-        self._known: dict[Path, dict[str, str]] = {}
+        self._file_stats = {file: _stat(file) for file in self._headers.files}
+        self._digests: dict[Path, dict[str, str]] = {}
         """File -> tensor -> digest."""
         self._new: set[Path] = set()
 
-    def of(self, layer: int, expert: int) -> str:
+    def digest_of(self, layer: int, expert: int) -> str:
         """The digest of one expert, as 64 hexadecimal digits."""
         places = [
             found
@@ -120,19 +120,19 @@ class ExpertDigests:
     def save(self) -> None:
         """Keep the digests that were computed since the last call in the cache folder."""
         for file in self._new:
-            if self._found[file].st_size > KEPT:
-                write_cache(_key(self._found[file]), self._known[file])
+            if self._file_stats[file].st_size > KEPT:
+                write_cache(_key(self._file_stats[file]), self._digests[file])
         self._new.clear()
 
     def _tensor(self, name: str, place: Place) -> str:
         file = place.file
-        if file not in self._known:
-            self._known[file] = read_cache(_key(self._found[file]))
-        known = self._known[file]
+        if file not in self._digests:
+            self._digests[file] = read_cache(_key(self._file_stats[file]))
+        known = self._digests[file]
         if name not in known:
             digest = _digest(file, [(place.offset, place.size)])
-            if _key(_found(file)) != _key(self._found[file]):
-                raise _changed(file)
+            if _key(_stat(file)) != _key(self._file_stats[file]):
+                raise _change_error(file)
             known[name] = digest
             self._new.add(file)
         return known[name]
@@ -144,7 +144,7 @@ class DigestQueue:
     def __init__(self, path: Path, layout: ExpertLayout) -> None:
         self._digests = ExpertDigests(path, layout)
         self._waiting: deque[tuple[int, int]] = deque()
-        self._added: set[tuple[int, int]] = set()
+        self._added_experts: set[tuple[int, int]] = set()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -152,47 +152,47 @@ class DigestQueue:
     def add(self, experts: Mapping[int, Iterable[int]]) -> None:
         """experts: layer -> ids. Those that were added before are left out."""
         pairs = {(layer, expert) for layer, ids in experts.items() for expert in ids}
-        self._waiting.extend(sorted(pairs - self._added))
-        self._added |= pairs
+        self._waiting.extend(sorted(pairs - self._added_experts))
+        self._added_experts |= pairs
 
-    def some(self) -> dict[int, dict[int, str]]:
+    def compute_next(self) -> dict[int, dict[int, str]]:
         """The digests of the next experts, layer -> expert -> digest: of as many as take about 0.1 s."""
         found: dict[int, dict[int, str]] = {}
         end = time.monotonic() + 0.1
         while self._waiting and time.monotonic() < end:
             layer, expert = self._waiting.popleft()
-            found.setdefault(layer, {})[expert] = self._digests.of(layer, expert)
+            found.setdefault(layer, {})[expert] = self._digests.digest_of(layer, expert)
         if not self._waiting:
             self._digests.save()
         return found
 
 
 @cache
-def _of(path: Path, state: str) -> str:
+def _compute(path: Path, state: str) -> str:
     kept = read_cache(state)
     if not _FINGERPRINT.fullmatch(kept.get("fingerprint", "")):
         config = {key: value for key, value in read_config(path).items() if key not in NOT_COMPARED}
-        tensors = Headers(path).every()
+        tensors = Headers(path).list_tensors()
         names = (f"{name} {place.dtype} {place.shape}" for name, place in tensors.items())
         most = SAMPLED // max(1, len(tensors))
         sampled = (f"{name} {_digest(place.file, _samples(place, most))}" for name, place in tensors.items())
         parts = _hash([json.dumps(config, sort_keys=True)]), _hash(names), _hash(sampled)
         kept = {"fingerprint": ".".join(part[:16] for part in parts)}
         if _state(path) != state:
-            raise _changed(path)
+            raise _change_error(path)
         if sum(min(most, place.size) for place in tensors.values()) > KEPT:
             write_cache(state, kept)
     return kept["fingerprint"]
 
 
-def _samples(place: Place, most: int) -> list[tuple[int, int]]:
-    """(offset, size) of the parts of a tensor that are sampled, together at most `most` bytes.
+def _samples(place: Place, max_bytes: int) -> list[tuple[int, int]]:
+    """(offset, size) of the parts of a tensor that are sampled, together at most `max_bytes` bytes.
 
     They are all of a small tensor, else its begin, middle and end.
     """
-    if place.size <= most:
+    if place.size <= max_bytes:
         return [(place.offset, place.size)]
-    size = most // 3
+    size = max_bytes // 3
     return [(place.offset + at, size) for at in (0, (place.size - size) // 2, place.size - size)]
 
 
@@ -227,29 +227,29 @@ def _files(path: Path) -> list[Path]:
     return [*config, *Headers(path).files]
 
 
-def _found(file: Path) -> os.stat_result:
+def _stat(file: Path) -> os.stat_result:
     try:
         return file.stat()
     except OSError as error:
         raise CheckpointError(f"{file}: this file is missing") from error
 
 
-def _identity(found: os.stat_result) -> str:
+def _identity(file_stat: os.stat_result) -> str:
     """A word that stays the same when a file only gets another mode, owner or hard link."""
-    return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+    return f"{file_stat.st_dev}-{file_stat.st_ino}-{file_stat.st_size}-{file_stat.st_mtime_ns}"
 
 
-def _key(found: os.stat_result) -> str:
+def _key(file_stat: os.stat_result) -> str:
     """The name in the cache folder of what is known of a file."""
-    return f"{_identity(found)}-{found.st_ctime_ns}"
+    return f"{_identity(file_stat)}-{file_stat.st_ctime_ns}"
 
 
 def _state(path: Path) -> str:
     """The same of all files of a checkpoint together."""
-    return _hash(f"{file.name} {_key(_found(file))}" for file in _files(path))
+    return _hash(f"{file.name} {_key(_stat(file))}" for file in _files(path))
 
 
-def _changed(path: Path) -> CheckpointError:
+def _change_error(path: Path) -> CheckpointError:
     why = "the files changed since they were first read; restart to serve the new ones"
     return CheckpointError(f"{path}: {why}")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.models.block import Projected
+from moesaic.models.block import Projections
 from moesaic.models.layers import GroupedQueryAttention
 from moesaic.models.loader import Heads, Loader, columns_of
 from moesaic.models.rope import RopeTable
@@ -21,15 +21,15 @@ from moesaic.models.rope import RopeTable
 class GatedAttention(GroupedQueryAttention):
     """`query` has 2 * head_width rows for each head: its query and its gate."""
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h], positions [n] -> query: rotated queries and their gates [n, Hq, 2 * d]; key and value
         [n, Hkv, d]."""
         parts, width = (self.query, self.key, self.value), self.head_width
         joint, key, value = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
         del rows  # free megabytes of memory if there are many rows
         heads = joint.view(-1, joint.shape[1] // (2 * width), 2 * width)
-        query = self._turned(heads[..., :width], positions, self.query_norm)
-        return Projected(
+        query = self._rotate_heads(heads[..., :width], positions, self.query_norm)
+        return Projections(
             query=self.kernels.join(query, heads[..., width:]),
             key=self._rotate(key, positions, self.key_norm),
             value=value.view(-1, value.shape[1] // width, width),
@@ -65,7 +65,7 @@ def gated_attention(loader: Loader, name: str, sizes: Heads, rope: RopeTable) ->
         query=loader.input_projection(f"{name}.q_proj", 2 * sizes.query * width, hidden, joint, bias),
         key=loader.input_projection(f"{name}.k_proj", key_width, hidden, key_columns, bias),
         value=loader.input_projection(f"{name}.v_proj", key_width, hidden, key_columns, bias),
-        out=loader.output_projection(f"{name}.o_proj", hidden, sizes.query * width, columns, bias),
+        out_proj=loader.output_projection(f"{name}.o_proj", hidden, sizes.query * width, columns, bias),
         query_norm=1.0 + loader.exact(f"{name}.q_norm.weight", width),
         key_norm=1.0 + loader.exact(f"{name}.k_norm.weight", width),
         epsilon=sizes.epsilon,

@@ -29,8 +29,8 @@ def read_groups(fields: Fields, experts: int, least: int = 1) -> tuple[int, int]
 
 def read_corrected(fields: Fields, experts: int) -> Gating:
     """Reads the gate of DeepSeek-V3 (2024, section 2.1.2): sigmoids, and a bias that only chooses."""
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
+    fields.require_value("scoring_func", "sigmoid")
+    fields.require_value("topk_method", "noaux_tc")
     groups, kept = read_groups(fields, experts, least=2)
     return Gating(
         top_k=fields.integer("num_experts_per_tok", maximum=experts * kept // groups),
@@ -40,7 +40,7 @@ def read_corrected(fields: Fields, experts: int) -> Gating:
         groups_kept=kept,
         scores="sigmoid",
         group_scores="two best",
-        added=ADDED,
+        sum_epsilon=ADDED,
     )
 
 
@@ -60,6 +60,6 @@ def load_gate(
     weight, bias = loader.exact(f"{name}.weight", experts, hidden), None
     if correction is not None:
         bias = loader.exact(correction, *axes, experts).flatten()
-    elif gating.biased == "products":
+    elif gating.bias_target == "products":
         bias = loader.exact(f"{name}.bias", experts)
     return TopKRouter(loader.kernels, weight, gating, bias)

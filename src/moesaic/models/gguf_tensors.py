@@ -21,7 +21,7 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 def gguf_tensors(path: Path, prefix: str) -> Tensors:
     """Those whose names begin with `prefix`, such as "model.layers.3.", in float32."""
     file, config = registry.model_file(path)
-    checkpoint, asked = Checkpoint(path), Asked(path)
+    checkpoint, asked = Checkpoint(path), ShapeRecorder(path)
     file.blocks(config, Loader(asked, REFERENCE, "meta", torch.float32, positions=0))
     vocabulary = config.spec.vocab_size, config.spec.hidden_size
     asked.shapes |= {EMBEDDING: vocabulary, NORM: vocabulary[1:]}
@@ -37,49 +37,49 @@ def gguf_tensors(path: Path, prefix: str) -> Tensors:
     for layer in config.spec.moe_layers:
         if f"model.layers.{layer}." == prefix:
             names = file.expert_names(config, layer)
-            found |= FUSED.get(config.spec.model_type, _apart)(names, read)
+            found |= FUSED.get(config.spec.model_type, _read_separately)(names, read)
     return found
 
 
-class Asked(Claims):
+class ShapeRecorder(Claims):
     """A checkpoint of which nothing is read. It notes the tensors that a model asks for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
         """As `Claims.tensor`."""
         self.shapes[name] = shape
-        return super().tensor(name, *shape, **how)
+        return super().tensor(name, *shape, **options)
 
 
 Read = Callable[..., torch.Tensor]
 
 
-def _apart(names: ExpertNames, read: Read) -> Tensors:
+def _read_separately(names: ExpertNames, read: Read) -> Tensors:
     """Experts one by one."""
-    every = (one for expert in range(names.num_experts) for one in names.stored(expert))
+    every = (one for expert in range(names.num_experts) for one in names.list_tensors(expert))
     return {name: read(name, *shape) for name, *shape in every}
 
 
-def _of_each(names: ExpertNames, read: Read) -> list[list[torch.Tensor]]:
+def _read_each(names: ExpertNames, read: Read) -> list[list[torch.Tensor]]:
     """The tensors of each expert."""
-    return [[read(*one) for one in names.stored(expert)] for expert in range(names.num_experts)]
+    return [[read(*one) for one in names.list_tensors(expert)] for expert in range(names.num_experts)]
 
 
-def _of_granite(names: ExpertNames, read: Read) -> Tensors:
+def _read_granite(names: ExpertNames, read: Read) -> Tensors:
     """All experts in two tensors: input_linear [E, 2w, h] and output_linear [E, h, w]."""
-    prefix, every = names.prefix.removesuffix(".experts"), _of_each(names, read)
+    prefix, every = names.prefix.removesuffix(".experts"), _read_each(names, read)
     return {
         f"{prefix}.input_linear.weight": torch.stack([torch.cat([gate, up]) for gate, up, _ in every]),
         f"{prefix}.output_linear.weight": torch.stack([down for *_, down in every]),
     }
 
 
-def _of_gpt_oss(names: ExpertNames, read: Read) -> Tensors:
+def _read_gpt_oss(names: ExpertNames, read: Read) -> Tensors:
     """All experts in two tensors in columns, [E, h, 2w] and [E, w, h], and two of biases."""
-    every = _of_each(names, read)
+    every = _read_each(names, read)
     turns = [torch.stack([gate, up], dim=1).flatten(0, 1) for gate, up, *_ in every]
     return {
         f"{names.prefix}.gate_up_proj": torch.stack([one.T for one in turns]),
@@ -89,5 +89,5 @@ def _of_gpt_oss(names: ExpertNames, read: Read) -> Tensors:
     }
 
 
-FUSED = {"granitemoe": _of_granite, "gpt_oss": _of_gpt_oss}
+FUSED = {"granitemoe": _read_granite, "gpt_oss": _read_gpt_oss}
 """model_type -> how its checkpoints have experts, where that is not one by one."""

@@ -11,10 +11,10 @@ from typing import Any
 from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import (
-    UNUSED,
+    UNUSED_TENSORS,
     Config,
     blocks,
     expert_names,
@@ -23,7 +23,7 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse", "prediction_layer"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse", "prediction_layer"]
 DEFAULTS = {
     "first_k_dense_replace": 1,
     "intermediate_size": 10944,
@@ -40,11 +40,11 @@ DEFAULTS = {
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "glm4_moe")
+    fields.require_value("model_type", "glm4_moe")
     partial = fields.number_above("partial_rotary_factor", 0.0, 0.5)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0, partial)
     normed = fields.flag("use_qk_norm", False)
     heads = replace(read_heads(fields, fields.number("rms_norm_eps"), normed), out_bias=False)
-    attention = GroupedQuery(heads, angles.rotated(heads.width))
+    attention = GroupedQuery(heads, angles.count_rotated(heads.width))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))
     return read(fields, "glm4_moe", attention, angles, gating, layers_after_dense(fields))

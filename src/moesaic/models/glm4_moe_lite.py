@@ -8,9 +8,9 @@ from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
 from moesaic.models.latent import read_sizes
-from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, layers_by_type, read
+from moesaic.models.shared_experts import UNUSED_TENSORS, Config, blocks, expert_names, layers_by_type, read
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "intermediate_size": 10240,
     "max_position_embeddings": 202752,
@@ -26,13 +26,13 @@ DEFAULTS = {
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "glm4_moe_lite")
-    fields.only("moe_layer_freq", 1)
-    fields.only("num_key_value_heads", fields.integer("num_attention_heads"), None)
-    fields.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
+    fields.require_value("model_type", "glm4_moe_lite")
+    fields.require_value("moe_layer_freq", 1)
+    fields.require_value("num_key_value_heads", fields.integer("num_attention_heads"), None)
+    fields.require_value("partial_rotary_factor", 1.0, 1, None, reason="this model rotates whole heads")
     # Widths that follow from other keys.
     fields.ignore("head_dim", "qk_head_dim")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
-    attention = read_sizes(fields, angles, interleaved=fields.flag("rope_interleave", True))
+    attention = read_sizes(fields, angles, is_interleaved=fields.flag("rope_interleave", True))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))
     return read(fields, "glm4_moe_lite", attention, angles, gating, layers_by_type(fields))

@@ -13,13 +13,13 @@ from moesaic.core.experts import BIASED_ROWS, COLUMNS, Activation
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
-from moesaic.models.config import MOST_LAYERS, Fields, shown
+from moesaic.models.config import MOST_LAYERS, Fields, shorten
 from moesaic.models.gates import load_gate
 from moesaic.models.gguf.model import METHOD
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 YARN = {
@@ -43,7 +43,7 @@ class Config:
     num_layers: int
     heads: Heads
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     gating: Gating
     activation: Activation
@@ -78,16 +78,16 @@ def parse(raw: dict[str, Any]) -> Config:
     fields = Fields(
         {"head_dim": 64, "attention_bias": True} | raw | ({} if named else {"rope_scaling": YARN})
     )
-    fields.only("model_type", "gpt_oss")
-    fields.only("hidden_act", "silu")
+    fields.require_value("model_type", "gpt_oss")
+    fields.require_value("hidden_act", "silu")
     fields.ignore("initial_context_length")  # the rotary keys say it too
     experts, max_position = (
         fields.integer("num_local_experts", 128),
         fields.integer("max_position_embeddings", 131072),
     )
-    fields.only("num_experts", experts)
+    fields.require_value("num_experts", experts)
     chosen = fields.integer("num_experts_per_tok", 4, maximum=experts)
-    fields.only("experts_per_token", chosen)
+    fields.require_value("experts_per_token", chosen)
     layers, epsilon = (
         fields.integer("num_hidden_layers", 36, maximum=MOST_LAYERS),
         fields.number("rms_norm_eps", 1e-5),
@@ -99,9 +99,9 @@ def parse(raw: dict[str, Any]) -> Config:
         num_layers=layers,
         heads=replace(read_heads(fields, epsilon), sinks=True),
         epsilon=epsilon,
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
-        gating=Gating(chosen, normalise=True, biased="products"),
+        gating=Gating(chosen, normalise=True, bias_target="products"),
         activation=Activation(
             alpha=fields.number_above("swiglu_alpha", 0.0, 1.702),
             added=1.0,
@@ -112,7 +112,7 @@ def parse(raw: dict[str, Any]) -> Config:
         rope=rope.read(fields, max_position, 150000.0),
         rows=_in_rows(raw),
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 
@@ -132,7 +132,7 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
         or not all(kind in (SLIDING, FULL) for kind in kinds)
     ):
         raise CheckpointError(
-            f"config.json: layer_types: got {shown(repr(kinds))}; allowed: a list of {layers} "
+            f"config.json: layer_types: got {shorten(repr(kinds))}; allowed: a list of {layers} "
             f"of {SLIDING}, {FULL}"
         )
     return tuple(window if kind == SLIDING else None for kind in kinds)

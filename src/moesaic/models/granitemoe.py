@@ -15,12 +15,21 @@ from moesaic.core.errors import CheckpointError
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.config import Fields
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
-from moesaic.models.shared_experts import UNUSED, Config, Keys, Names, blocks, expert_names, num_layers, read
+from moesaic.models.shared_experts import (
+    UNUSED_TENSORS,
+    Config,
+    Keys,
+    Names,
+    blocks,
+    expert_names,
+    num_layers,
+    read,
+)
 from moesaic.models.spec import Multipliers
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "intermediate_size": 11008,
     "max_position_embeddings": 2048,
@@ -28,7 +37,7 @@ DEFAULTS = {
     "num_local_experts": 8,
     "rms_norm_eps": 1e-6,
 }
-KEYS = Keys(experts="num_local_experts", shared=None, expert_width="intermediate_size")
+KEYS = Keys(experts="num_local_experts", shared_experts=None, expert_width="intermediate_size")
 NAMES = Names(
     gates=("block_sparse_moe.router.layer", "block_sparse_moe.router"),
     corrections=(),
@@ -41,7 +50,7 @@ LEAST = 1e-6
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "granitemoe")
+    fields.require_value("model_type", "granitemoe")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     scale, residual = _factor(fields, "attention_multiplier"), _factor(fields, "residual_multiplier")
     factors = Multipliers(

@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import COMPRESSED, row_bytes
-from moesaic.models import fused
+from moesaic.models import fused_tensors
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.files import SINGLE as SINGLE
@@ -84,13 +84,13 @@ class Headers:
             self._shards = _index(path)
         self._scheme = scheme_of(path)
 
-    def quantized(self, name: str, *shape: int) -> Matrix | None:
+    def find_quantized(self, name: str, *shape: int) -> Matrix | None:
         """The tensor `name` [rows, columns] as a quantised matrix; None if the files have it as it is."""
         return find(self._scheme, name, shape, self._kind)
 
     def places(self, name: str, *shape: int) -> dict[str, Place]:
         """Tensor -> its place, for all tensors that a matrix or vector is made of."""
-        matrix = self.quantized(name, *shape)
+        matrix = self.find_quantized(name, *shape)
         if matrix is None:
             return {name: self.find(name, *shape)}
         return {part.tensor: self.place(part) for part in matrix.parts}
@@ -111,7 +111,7 @@ class Headers:
             raise CheckpointError(f"{header.file}: truncated or corrupt: {what}")
         return found
 
-    def own(self, part: Part) -> tuple[Place, Part]:
+    def locate_part(self, part: Part) -> tuple[Place, Part]:
         """The place of what belongs to a matrix, and the part of a tensor that is only there.
 
         It is that of one expert where a tensor has all experts of a layer.
@@ -124,18 +124,18 @@ class Headers:
         place = Place(whole.file, at, size, whole.dtype, (1, *whole.shape[1:]))
         return place, replace(part, index=(0, *part.index[1:]))
 
-    def reader(self, stored: Callable[[Place], Bytes]) -> Callable[[Part], Array]:
-        """What `Matrix.packed` and `Matrix.floats` call. stored: returns the bytes of a place."""
+    def reader(self, read_bytes: Callable[[Place], Bytes]) -> Callable[[Part], Array]:
+        """What `Matrix.packed` and `Matrix.floats` call. read_bytes: returns the bytes of a place."""
 
         def read(part: Part) -> Array:
-            place, mine = self.own(part)
-            return as_array(stored(place), place.dtype, mine, place.shape)
+            place, mine = self.locate_part(part)
+            return as_array(read_bytes(place), place.dtype, mine, place.shape)
 
         return read
 
     def _kind(self, name: str) -> str | None:
         """The type of a tensor in the files; None if they do not have it."""
-        entry = self._entries(name).get(name) if self._has(name) else None
+        entry = self._entries(name).get(name) if self._has_tensor(name) else None
         return str(entry.get("dtype")) if isinstance(entry, dict) else None
 
     def find(self, name: str, *shape: int) -> Place:
@@ -143,9 +143,9 @@ class Headers:
 
         The place of an expert's matrix may be within a larger tensor (fused.py).
         """
-        inside = fused.inside(name, self._has)
+        inside = fused_tensors.find_fused_part(name, self._has_tensor)
         if inside is not None:
-            return self._within(inside, *shape)
+            return self._locate_fused(inside, *shape)
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
             raise CheckpointError(f"{self._list}: tensor {name} is missing")
@@ -166,21 +166,21 @@ class Headers:
             raise CheckpointError(f"{file}: truncated or corrupt: tensor {name} has {place}")
         return Place(file, header.begin + span[0], size, kind, shape)
 
-    def _within(self, inside: fused.Inside, *shape: int) -> Place:
+    def _locate_fused(self, fused_part: fused_tensors.FusedPart, *shape: int) -> Place:
         """The place of a part of this shape in a fused tensor, whose numbers are not compressed."""
-        entry = self._entries(inside.tensor).get(inside.tensor)
+        entry = self._entries(fused_part.tensor).get(fused_part.tensor)
         found = entry.get("shape") if isinstance(entry, dict) else None
-        experts = inside.experts(found if isinstance(found, list) else [], shape[0])
-        whole = self.find(inside.tensor, *inside.whole(experts, *shape))
+        experts = fused_part.experts(found if isinstance(found, list) else [], shape[0])
+        whole = self.find(fused_part.tensor, *fused_part.tensor_shape(experts, *shape))
         width = WIDTHS[whole.dtype]
         if whole.dtype == COMPRESSED_ROWS:
             raise CheckpointError(
-                f"{whole.file}: tensor {inside.tensor}: got {whole.dtype}; allowed: numbers"
+                f"{whole.file}: tensor {fused_part.tensor}: got {whole.dtype}; allowed: numbers"
             )
-        at = whole.offset + width * inside.first(*shape)
+        at = whole.offset + width * fused_part.first(*shape)
         return Place(whole.file, at, width * math.prod(shape), whole.dtype, shape)
 
-    def _has(self, name: str) -> bool:
+    def _has_tensor(self, name: str) -> bool:
         return name in self._shards if self._shards else name in self._entries(name)
 
     def _entries(self, name: str) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class Headers:
             return [self.path.parent / name for name in shards]
         return [self.path / name for name in ([INDEX, *shards] if shards else [SINGLE])]
 
-    def every(self) -> dict[str, Place]:
+    def list_tensors(self) -> dict[str, Place]:
         """Every tensor of the directory by name, in the order of the names. A data type can be any word."""
         found = {}
         for shard in sorted(set(self._shards.values())) or [SINGLE]:

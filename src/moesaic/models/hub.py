@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.models.gguf.header import SUFFIX
-from moesaic.models.gguf.hub import OnHub, read_header
+from moesaic.models.gguf.hub import HubFile, read_header
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
 """Files to download from a hub: weights as safetensors, never pickles or code."""
@@ -27,20 +27,21 @@ SECONDS = 30.0
 """How long a request for a part of a file may wait for bytes. A hub answers in less than one."""
 
 
-def download(model: str, revision: str | None, allowed: str) -> Path:
+def download(model: str, revision: str | None, allowed_names: str) -> Path:
     """The directory of a model with safetensors, downloaded unless the cache has it.
 
-    allowed: what the name of a model can be, for a message. Raises ConfigError in one line, as each function.
+    allowed_names: what the name of a model can be, for a message. Raises ConfigError in one line, as each
+    function.
     """
     from huggingface_hub import snapshot_download
 
-    with errors(model, revision, allowed):
+    with translate_errors(model, revision, allowed_names):
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
         )
 
 
-def cached(repository: str, revision: str | None) -> Path | None:
+def find_cached(repository: str, revision: str | None) -> Path | None:
     """What the local cache has of a repository."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -51,9 +52,9 @@ def cached(repository: str, revision: str | None) -> Path | None:
         return None
 
 
-def gguf_in_cache(file: OnHub, revision: str | None) -> Path | None:
+def gguf_in_cache(file: HubFile, revision: str | None) -> Path | None:
     """The first file of a model in the local cache. None unless the cache has all of them."""
-    folder = cached(file.repository, revision)
+    folder = find_cached(file.repository, revision)
     if folder is None:
         return None
     names = {str(one.relative_to(folder)) for one in folder.rglob(f"*{SUFFIX}")}
@@ -64,18 +65,18 @@ def gguf_in_cache(file: OnHub, revision: str | None) -> Path | None:
     return folder / found[0] if set(found) <= names else None
 
 
-def download_gguf(file: OnHub, revision: str | None, allowed: str) -> Path:
+def download_gguf(file: HubFile, revision: str | None, allowed_names: str) -> Path:
     """The first file of a model, downloaded with the others that it is split over."""
     from huggingface_hub import hf_hub_download
 
-    with errors(file.name, revision, allowed):
-        names = file.files(_listed(file.repository, revision).names)
+    with translate_errors(file.name, revision, allowed_names):
+        names = file.files(_list_files(file.repository, revision).names)
         found = [hf_hub_download(file.repository, name, revision=revision) for name in names]
     return Path(found[0])
 
 
 def small_files(
-    model: str, revision: str | None, folder: Path, index: tuple[str, int], allowed: str
+    model: str, revision: str | None, folder: Path, index: tuple[str, int], allowed_names: str
 ) -> dict[str, int]:
     """Downloads config.json and the index of tensors into `folder`.
 
@@ -85,38 +86,38 @@ def small_files(
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.hf_api import RepoFile
 
-    with errors(model, revision, allowed):
+    with translate_errors(model, revision, allowed_names):
         hf_hub_download(model, CONFIG, revision=revision, local_dir=folder)
         tree = HfApi().list_repo_tree(model, revision=revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
-        files = {name: size for name, size in sizes.items() if _wanted(name)}
+        files = {name: size for name, size in sizes.items() if _is_downloaded(name)}
         name, most = index
         if files.get(name, most + 1) <= most:
             hf_hub_download(model, name, revision=revision, local_dir=folder)
     return files
 
 
-def headers_of_gguf(file: OnHub, revision: str | None, folder: Path, allowed: str) -> dict[str, int]:
+def headers_of_gguf(file: HubFile, revision: str | None, folder: Path, allowed_names: str) -> dict[str, int]:
     """Puts the files of a model into `folder`, as long as on the hub, but only with their headers.
 
     Returns the bytes of each by its name, the first file first. The weights stay on the hub, and the files
     are sparse: they take the space of their headers.
     """
-    with errors(file.name, revision, allowed):
-        commit, names = _listed(file.repository, revision)
+    with translate_errors(file.name, revision, allowed_names):
+        commit, names = _list_files(file.repository, revision)
         return {name: _header(file.repository, commit, name, folder) for name in file.files(names)}
 
 
-def only_gguf(repository: str, revision: str | None, allowed: str) -> OnHub | None:
+def only_gguf(repository: str, revision: str | None, allowed_names: str) -> HubFile | None:
     """The model of a repository that has GGUF files and no safetensors; None for another repository.
 
     Raises ConfigError for one with several models, which lists them.
     """
-    with errors(repository, revision, allowed):
-        names = _listed(repository, revision).names
+    with translate_errors(repository, revision, allowed_names):
+        names = _list_files(repository, revision).names
     if not any(name.endswith(SUFFIX) for name in names) or any(map(_is_safetensors, names)):
         return None
-    return OnHub(repository, OnHub(repository, "").files(names)[0])
+    return HubFile(repository, HubFile(repository, "").files(names)[0])
 
 
 class _Listing(NamedTuple):
@@ -124,7 +125,7 @@ class _Listing(NamedTuple):
     names: Collection[str]
 
 
-def _listed(repository: str, revision: str | None) -> _Listing:
+def _list_files(repository: str, revision: str | None) -> _Listing:
     """All files of a repository, and the commit that a revision stands for now."""
     from huggingface_hub import HfApi
 
@@ -133,10 +134,10 @@ def _listed(repository: str, revision: str | None) -> _Listing:
 
 
 def _is_safetensors(name: str) -> bool:
-    return name.endswith(".safetensors") and _wanted(name)
+    return name.endswith(".safetensors") and _is_downloaded(name)
 
 
-def _wanted(name: str) -> bool:
+def _is_downloaded(name: str) -> bool:
     """Whether `download` brings this file of a hub."""
     return any(fnmatch(name, one) for one in PATTERNS) and not any(fnmatch(name, one) for one in IGNORED)
 
@@ -149,7 +150,7 @@ def _header(repository: str, commit: str | None, name: str, folder: Path) -> int
 
     url, called = hf_hub_url(repository, name, revision=commit), f"{repository}:{name}"
     try:
-        with errors(called, commit, "", name):
+        with translate_errors(called, commit, "", name):
             header, size = read_header(partial(_range, url))
     except ValueError as error:
         raise CheckpointError(f"{called}: {error}") from error
@@ -197,10 +198,12 @@ def _range(url: str, begin: int, end: int) -> tuple[bytes, int]:
 
 
 @contextmanager
-def errors(model: str, revision: str | None, allowed: str, file: str = CONFIG) -> Generator[None]:
+def translate_errors(
+    model: str, revision: str | None, allowed_names: str, file: str = CONFIG
+) -> Generator[None]:
     """Turns the errors of the hub's library into ConfigError, in one line.
 
-    allowed: what the name of a model can be. file: the file that is asked for.
+    allowed_names: what the name of a model can be. file: the file that is asked for.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -217,7 +220,7 @@ def errors(model: str, revision: str | None, allowed: str, file: str = CONFIG) -
     try:
         yield
     except HFValidationError as error:
-        raise ConfigError.field("model", model, allowed) from error
+        raise ConfigError.field("model", model, allowed_names) from error
     except GatedRepoError as error:
         raise ConfigError(f"model: {model!r} is gated: accept its licence and log in to the hub") from error
     except RepositoryNotFoundError as error:

@@ -11,10 +11,10 @@ from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import ADDED
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import (
-    UNUSED,
+    UNUSED_TENSORS,
     Config,
     Keys,
     Names,
@@ -24,7 +24,7 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 13312,
@@ -38,34 +38,36 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "router_scaling_factor": 2.826,
 }
-KEYS = Keys(experts="num_experts", shared="num_shared_experts")
+KEYS = Keys(experts="num_experts", shared_experts="num_shared_experts")
 NAMES = Names(
     gates=("mlp.router.gate", "mlp.gate"),
     corrections=("mlp.expert_bias", "mlp.e_score_correction_bias"),
-    shared=("mlp.shared_mlp", "mlp.shared_experts"),
+    shared_experts=("mlp.shared_mlp", "mlp.shared_experts"),
 )
 
 
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "hy_v3")
-    fields.only("mlp_bias", False)
+    fields.require_value("model_type", "hy_v3")
+    fields.require_value("mlp_bias", False)
     for name in ("moe_router_use_sigmoid", "moe_router_enable_expert_bias", "qk_norm", "route_norm"):
-        fields.only(name, True)
-    fields.only("expert_hidden_dim", fields.integer("moe_intermediate_size"), None, why="the other name")
+        fields.require_value(name, True)
+    fields.require_value(
+        "expert_hidden_dim", fields.integer("moe_intermediate_size"), None, reason="the other name"
+    )
     fields.integer("num_shared_experts")  # zero is refused
     # Types of sums that are float32 here, and how another program multiplies.
     fields.ignore("enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine")
     fields.ignore("use_grouped_mm")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 11_158_840.0)
-    heads = read_heads(fields, fields.number("rms_norm_eps"), normed=True)
+    heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     gating = Gating(
         top_k=fields.integer("num_experts_per_tok", maximum=fields.integer("num_experts")),
         normalise=True,
         scale=fields.number("router_scaling_factor"),
         scores="sigmoid",
-        added=ADDED,
+        sum_epsilon=ADDED,
     )
     attention = GroupedQuery(heads, heads.width)
     return read(fields, "hy_v3", attention, angles, gating, layers_by_type(fields), NAMES, keys=KEYS)

@@ -13,7 +13,7 @@ import torch
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Projected
+from moesaic.models.block import Projections
 from moesaic.models.config import Fields
 from moesaic.models.layers import Projection
 from moesaic.models.loader import Loader, columns_of
@@ -43,7 +43,7 @@ class LatentSizes:
     bias: bool
     scale: float
     """Factor of the attention scores, including mscale."""
-    interleaved: bool = True
+    is_interleaved: bool = True
     """Whether numbers (2i, 2i + 1) of the rotated part are a pair, instead of (i, i + rope_width / 2)."""
 
     @property
@@ -51,14 +51,14 @@ class LatentSizes:
         return KVLayout(1, self.kv_rank + self.rope_width, self.kv_rank, value_in_key=True)
 
     @property
-    def rotated(self) -> int:
+    def rotated_width(self) -> int:
         return self.rope_width
 
     def load(self, loader: Loader, name: str, rope: RopeTable, window: int | None) -> LatentAttention:
         return latent_attention(loader, name, self, rope)
 
 
-def read_sizes(fields: Fields, rope: RopeConfig, interleaved: bool = True) -> LatentSizes:
+def read_sizes(fields: Fields, rope: RopeConfig, is_interleaved: bool = True) -> LatentSizes:
     """Reads the keys about attention."""
     nope_width = fields.integer("qk_nope_head_dim")
     rope_width = rotary_width("qk_rope_head_dim", fields.integer("qk_rope_head_dim"))
@@ -73,7 +73,7 @@ def read_sizes(fields: Fields, rope: RopeConfig, interleaved: bool = True) -> La
         value=fields.integer("v_head_dim"),
         bias=fields.flag("attention_bias", False),
         scale=(nope_width + rope_width) ** -0.5 * stretch * stretch,
-        interleaved=interleaved,
+        is_interleaved=is_interleaved,
     )
 
 
@@ -97,10 +97,10 @@ class LatentAttention:
     """[H, nope_width, kv_rank]"""
     value_up: torch.Tensor
     """[H, kv_rank, value]"""
-    out: Projection
+    out_proj: Projection
     """[h, H * value]"""
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h], positions [n] -> query [n, H, w] and key [n, 1, w], w = kv_rank + rope_width."""
         plain, rotary = self._query(rows).tensor_split([self.sizes.nope_width], dim=-1)
         rotary = self._rotate(rotary, positions)
@@ -109,12 +109,12 @@ class LatentAttention:
         latent, shared = both.tensor_split([self.sizes.kv_rank], dim=-1)
         latent = self.kernels.rms_norm(latent, self.latent_norm, NORM_EPSILON)
         shared = self._rotate(shared[:, None], positions)
-        return Projected(query, self.kernels.join(latent[:, None], shared), None)
+        return Projections(query, self.kernels.join(latent[:, None], shared), None)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotates heads [n, H, rope_width]."""
-        table, pairs = self.rope, self.sizes.interleaved
-        return self.kernels.rope(heads, table.cosine, table.sine, positions, interleaved=pairs)
+        table, pairs = self.rope, self.sizes.is_interleaved
+        return self.kernels.rope(heads, table.cosine, table.sine, positions, is_interleaved=pairs)
 
     def _query(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, H, nope_width + rope_width]."""
@@ -137,9 +137,9 @@ class LatentAttention:
         )
         return self.kernels.head_linear(latent, self.value_up).flatten(1)
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
+    def output(self, attention_output: torch.Tensor) -> torch.Tensor:
         """[n, H * value] -> [n, h]."""
-        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+        return self.kernels.linear(attention_output, self.out_proj.weight, self.out_proj.bias)
 
     def with_attention_kernels(self, kernels: Kernels) -> LatentAttention:
         """Returns the same attention, whose `attend` runs on a CPU with these kernels.
@@ -147,7 +147,7 @@ class LatentAttention:
         This includes the up-projection of values.
         """
         lifted = self.value_up.transpose(1, 2)
-        dtype = lifted.dtype if lifted.dtype in kernels.stored else torch.float32
+        dtype = lifted.dtype if lifted.dtype in kernels.unconverted_dtypes else torch.float32
         return replace(self, kernels=kernels, value_up=lifted.to("cpu", dtype).contiguous().transpose(1, 2))
 
 
@@ -178,7 +178,7 @@ def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTa
         latent_norm=loader.exact(f"{name}.kv_a_layernorm.weight", sizes.kv_rank),
         key_up=key_up,
         value_up=value_up.transpose(1, 2),
-        out=loader.output_projection(
+        out_proj=loader.output_projection(
             f"{name}.o_proj", sizes.hidden, heads * sizes.value, value_columns, sizes.bias
         ),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import DecoderBlock, Gated, Projected
+from moesaic.models.block import DecoderBlock, GateOutput, Projections
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class LayerNormBlock(DecoderBlock):
 
     centring: Centring
 
-    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projections:
         """See `DecoderBlock.pre_attention`."""
         return super().pre_attention(self.centring.apply(hidden), positions)
 
-    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> Gated:
+    def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput:
         """See `DecoderBlock.gate`."""
         residual = self.kernels.merge(hidden, partial, None, None)
         normed = self.kernels.rms_norm(self.centring.apply(residual), self.post_norm, self.epsilon)
         if self.router is None:
-            return Gated(residual, normed, None, None)
-        return Gated(residual, normed, *self.router.choose(normed))
+            return GateOutput(residual, normed, None, None)
+        return GateOutput(residual, normed, *self.router.choose(normed))

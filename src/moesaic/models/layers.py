@@ -13,7 +13,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Projected
+from moesaic.models.block import Projections
 from moesaic.models.rope import RopeTable
 
 
@@ -38,25 +38,25 @@ class GroupedQueryAttention:
     query: Projection
     key: Projection
     value: Projection
-    out: Projection
+    out_proj: Projection
     sliding_window: int | None = None
     query_norm: torch.Tensor | None = None
     """[head_width] norm of each query head before its rotation (Qwen3)."""
     key_norm: torch.Tensor | None = None
     epsilon: float = 1e-6
-    interleaved: bool = False
+    is_interleaved: bool = False
     """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
     scale: float | None = None
     """Factor of the attention scores; None: one over the root of head_width."""
     sinks: torch.Tensor | None = None
     """[Hq] float32, a score beside those of the tokens (gpt-oss). None: there is none."""
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h], positions [n] -> rotated query and key, and the value, of each head."""
         parts = (self.query, self.key, self.value)
         query, key, value = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
         del rows  # free megabytes of memory if there are many rows
-        return Projected(
+        return Projections(
             query=self._rotate(query, positions, self.query_norm),
             key=self._rotate(key, positions, self.key_norm),
             value=value.view(-1, value.shape[1] // self.head_width, self.head_width),
@@ -65,9 +65,9 @@ class GroupedQueryAttention:
     def _rotate(self, rows: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
         """[n, H * d] -> heads [n, H, d], normalized and rotated."""
         heads = rows.view(-1, rows.shape[1] // self.head_width, self.head_width)
-        return self._turned(heads, positions, norm)
+        return self._rotate_heads(heads, positions, norm)
 
-    def _turned(
+    def _rotate_heads(
         self, heads: torch.Tensor, positions: torch.Tensor, norm: torch.Tensor | None
     ) -> torch.Tensor:
         """heads [n, H, d] -> the same, normalized and rotated."""
@@ -78,7 +78,7 @@ class GroupedQueryAttention:
             self.rope.cosine,
             self.rope.sine,
             positions,
-            interleaved=self.interleaved,
+            is_interleaved=self.is_interleaved,
             norm=norm,
             epsilon=self.epsilon,
         )
@@ -96,9 +96,9 @@ class GroupedQueryAttention:
         attention = self.kernels.paged_attention
         return attention(query, keys, values, batch, scale, window, sinks=self.sinks).flatten(1)
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
+    def output(self, attention_output: torch.Tensor) -> torch.Tensor:
         """[n, Hq * d] -> [n, h]."""
-        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+        return self.kernels.linear(attention_output, self.out_proj.weight, self.out_proj.bias)
 
     def with_attention_kernels(self, kernels: Kernels) -> GroupedQueryAttention:
         """The same attention, whose `attend` runs on a CPU with these kernels. It reads only sinks."""
@@ -155,16 +155,16 @@ class GatedMLP:
     """down(silu(gate) * up): the dense feed-forward, and the shared experts as one wide MLP."""
 
     kernels: Kernels
-    gate: Weight
+    gate_proj: Weight
     """[w, h]"""
-    up: Weight
+    up_proj: Weight
     """[w, h]"""
-    down: Weight
+    down_proj: Weight
     """[h, w]"""
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
         """[n, h] -> [n, h]."""
-        return self.kernels.gated_mlp(rows, self.gate, self.up, self.down)
+        return self.kernels.gated_mlp(rows, self.gate_proj, self.up_proj, self.down_proj)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, columns_of, read_h
 from moesaic.models.qwen3_next import MOST_TAPS
 from moesaic.models.spec import KVLayout, ModelSpec
 
-UNUSED: tuple[str, ...] = ()
+UNUSED_TENSORS: tuple[str, ...] = ()
 CONVOLUTION, FULL = "conv", "full_attention"
 ADDED = 1e-6
 WORDS = "w1", "w3", "w2"
@@ -44,10 +44,10 @@ class Config:
     convolutions: tuple[int, ...]
     """Layers with a convolution in place of attention."""
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     gating: Gating
-    corrected: bool
+    has_correction: bool
     """Whether the gate has a bias that chooses."""
     dense_layers: int
     max_position: int
@@ -77,9 +77,9 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
-    fields.only("model_type", "lfm2_moe")
-    fields.only("hidden_act", "silu")
-    fields.only("conv_bias", False)
+    fields.require_value("model_type", "lfm2_moe")
+    fields.require_value("hidden_act", "silu")
+    fields.require_value("conv_bias", False)
     layers = fields.integer("num_hidden_layers", 32, maximum=MOST_LAYERS)
     experts, epsilon = fields.integer("num_experts", 32), fields.number("norm_eps", 1e-5)
     max_position = fields.integer("max_position_embeddings", 128000)
@@ -89,7 +89,7 @@ def parse(raw: dict[str, Any]) -> Config:
         normalise=fields.flag("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 1.0),
         scores="sigmoid",
-        added=ADDED,
+        sum_epsilon=ADDED,
     )
     tied = fields.flag("tie_word_embeddings", True)
     config = Config(
@@ -98,19 +98,19 @@ def parse(raw: dict[str, Any]) -> Config:
         dense_width=fields.integer("intermediate_size", 7168),
         expert_width=fields.integer("moe_intermediate_size", 1792),
         num_layers=layers,
-        heads=read_heads(fields, epsilon, normed=True),
+        heads=read_heads(fields, epsilon, has_head_norms=True),
         taps=fields.integer("conv_L_cache", 3, minimum=2, maximum=MOST_TAPS),
         convolutions=tuple(layer for layer, kind in enumerate(kinds) if kind == CONVOLUTION),
         epsilon=epsilon,
-        tied=fields.flag("tie_embedding", tied),
+        has_tied_embeddings=fields.flag("tie_embedding", tied),
         num_experts=experts,
         gating=gating,
-        corrected=fields.flag("use_expert_bias", True),
+        has_correction=fields.flag("use_expert_bias", True),
         dense_layers=fields.integer("num_dense_layers", 2, minimum=0, maximum=layers),
         max_position=max_position,
         rope=rope.read(fields, max_position, 1e6),
     )
-    fields.done()
+    fields.refuse_unread()
     if len(config.convolutions) == layers:
         raise CheckpointError(
             f"config.json: layer_types: got {CONVOLUTION} alone; allowed: {FULL} in a layer"
@@ -138,7 +138,7 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
     else:
         part = _attention(loader, f"{name}.self_attn", config.heads, table)
     gate, bias = f"{name}.feed_forward.gate", f"{name}.feed_forward.expert_bias"
-    correction = bias if config.corrected else None
+    correction = bias if config.has_correction else None
     sizes = config.num_experts, hidden
     return DecoderBlock(
         kernels=loader.kernels,
@@ -163,7 +163,7 @@ def _attention(loader: Loader, name: str, sizes: Heads, table: rope.RopeTable) -
         query=loader.input_projection(f"{name}.q_proj", sizes.query * width, hidden, columns),
         key=loader.input_projection(f"{name}.k_proj", sizes.key * width, hidden, key_columns),
         value=loader.input_projection(f"{name}.v_proj", sizes.key * width, hidden, key_columns),
-        out=loader.output_projection(f"{name}.out_proj", hidden, sizes.query * width, columns),
+        out_proj=loader.output_projection(f"{name}.out_proj", hidden, sizes.query * width, columns),
         query_norm=loader.exact(f"{name}.q_layernorm.weight", width),
         key_norm=loader.exact(f"{name}.k_layernorm.weight", width),
         epsilon=sizes.epsilon,

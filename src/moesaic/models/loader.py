@@ -30,7 +30,7 @@ from moesaic.core.stored import (
     of_matrices,
     row_bytes,
 )
-from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of, of_one_type, plain
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, dequantize_weight, kind_of, unify_dtypes
 from moesaic.kernels.table import Kernels
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
@@ -60,12 +60,12 @@ class Loader:
     positions: int | None = None
     """Maximum tokens of a request, for which rotary tables are made. None: the model's own maximum."""
 
-    def rope_table(self, config: RopeConfig, width: int, most: int) -> RopeTable:
-        """Returns the table for heads of `width` numbers. most: the model's maximum of positions."""
-        positions = most if self.positions is None else min(most, self.positions)
+    def rope_table(self, config: RopeConfig, width: int, max_positions: int) -> RopeTable:
+        """Returns the table for heads of `width` numbers. max_positions: the model's maximum of positions."""
+        positions = max_positions if self.positions is None else min(max_positions, self.positions)
         return RopeTable.build(config, width, positions, self.device)
 
-    def found(self, prefix: str, names: Sequence[str], ending: str = "") -> str:
+    def find_name(self, prefix: str, names: Sequence[str], ending: str = "") -> str:
         """Returns the first prefix.name that the files have with `ending` after it, or else the first of all.
 
         transformers writes a few parts by names of its own beside fused experts.
@@ -80,10 +80,10 @@ class Loader:
         what `matrix` returns if a part begins or ends within a group of a row. Raises ConfigError for a part
         of which kernels of integers would round other numbers together than in the whole.
         """
-        if not self.kernels.packed:
+        if not self.kernels.can_use_quantized:
             return self.matrix(name, rows, columns, *part)
-        quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
-        rounded = quantized is not None and self.kernels.integer and is_integer(quantized.dtype)
+        quantized = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
+        rounded = quantized is not None and self.kernels.is_integer and is_integer(quantized.dtype)
         if quantized is not None and rounded and not quantized.cuts(part, ROUNDED):
             allowed = (
                 f"ranks with whole groups of {ROUNDED} columns of {name} with {self.kernels.name} kernels"
@@ -104,7 +104,7 @@ class Loader:
         """
         dtype, narrow = self.dtype, False
         if dtype is not torch.uint8 and not self.device.startswith("cuda"):
-            quantized = self.checkpoint.quantized(f"{name}.weight", rows, columns)
+            quantized = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
             narrow = dtype is torch.bfloat16 and quantized is not None and quantized.in_bf16
             counted = narrow and self.device == "meta"
             dtype = dtype if quantized is None or counted else torch.float32
@@ -119,13 +119,13 @@ class Loader:
         )
         return _in_bf16(found) if narrow else found
 
-    def plain(self, matrix: Stored, *part: slice) -> torch.Tensor:
+    def expert_matrix(self, matrix: Stored, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix as it is stored."""
         return self.checkpoint.tensor(
             *matrix, dtype=self.dtype, device=self.device, part=part, scan=self.scan
         )
 
-    def transposed(self, matrix: Stored, *part: slice) -> torch.Tensor:
+    def transpose_matrix(self, matrix: Stored, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix, transposed."""
         return self.checkpoint.tensor(
             *matrix,
@@ -133,10 +133,10 @@ class Loader:
             device=self.device,
             part=part,
             scan=self.scan,
-            transposed=True,
+            is_transposed=True,
         )
 
-    def vector(self, vector: Stored) -> torch.Tensor:
+    def expert_vector(self, vector: Stored) -> torch.Tensor:
         """Returns a vector of an expert, in float32."""
         return self.checkpoint.tensor(*vector, dtype=torch.float32, device=self.device, scan=self.scan)
 
@@ -146,18 +146,18 @@ class Loader:
         Compressed and quantised ones stay so if the kernels support that and ranks do not share them. Raises
         ConfigError for kernels of integers where ranks share them.
         """
-        stays = self.of_expert.size == 1 and self.kernels.packed
+        stays = self.of_expert.size == 1 and self.kernels.can_use_quantized
         quantised = quantised_experts(self.checkpoint, names)
-        if self.kernels.integer and self.of_expert.size > 1:
+        if self.kernels.is_integer and self.of_expert.size > 1:
             allowed = f"1 with {self.kernels.name} kernels"
             raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed)
         if quantised is not None and stays and is_packed(quantised):
             return quantised
         if quantised is not None and self.device.startswith("cpu"):
             return "float32"
-        stays = self.of_expert.size == 1 and self.kernels.compressed
+        stays = self.of_expert.size == 1 and self.kernels.can_use_compressed
         stays = stays and quantised is None and self.dtype is torch.bfloat16
-        if stays and self.checkpoint.dtype(names.stored(0)[0][0]) is torch.uint8:
+        if stays and self.checkpoint.dtype(names.list_tensors(0)[0][0]) is torch.uint8:
             return COMPRESSED
         return str(self.dtype).removeprefix("torch.")
 
@@ -170,22 +170,23 @@ class Loader:
         return self.input_projection(name, rows, columns, slice(None), bias)
 
     def input_projection(
-        self, name: str, rows: int, columns: int, kept: slice, bias: bool = False
+        self, name: str, rows: int, columns: int, kept_rows: slice, bias: bool = False
     ) -> Projection:
-        """Returns the rows `kept` of `name`.weight [rows, columns] and `name`.bias: those of some heads."""
-        vector = self.exact(f"{name}.bias", rows)[kept] if bias else None
-        return Projection(self.weight(name, rows, columns, kept), vector)
+        """Returns the rows `kept_rows` of `name`.weight [rows, columns] and `name`.bias: those of some
+        heads."""
+        vector = self.exact(f"{name}.bias", rows)[kept_rows] if bias else None
+        return Projection(self.weight(name, rows, columns, kept_rows), vector)
 
     def output_projection(
-        self, name: str, rows: int, columns: int, kept: slice, bias: bool = False
+        self, name: str, rows: int, columns: int, kept_columns: slice, bias: bool = False
     ) -> Projection:
-        """Returns the columns `kept` of `name`.weight [rows, columns]: those of some heads.
+        """Returns the columns `kept_columns` of `name`.weight [rows, columns]: those of some heads.
 
         The results of all ranks add up to the result of the whole matrix. Only rank 0 has the bias, so that
         it counts once.
         """
         vector = self.exact(f"{name}.bias", rows) if bias else None
-        part = self.weight(name, rows, columns, slice(None), kept)
+        part = self.weight(name, rows, columns, slice(None), kept_columns)
         return Projection(part, vector if self.shard.rank == 0 else None)
 
     def mlp(
@@ -204,7 +205,7 @@ class Loader:
         kinds = [kind_of(one) for one in (gate, up, down)]
         if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZED.keys()):
             return GatedMLP(self.kernels, gate, up, down)
-        return GatedMLP(self.kernels, *of_one_type([plain(one) for one in (gate, up, down)]))
+        return GatedMLP(self.kernels, *unify_dtypes([dequantize_weight(one) for one in (gate, up, down)]))
 
 
 def _in_bf16(matrix: torch.Tensor) -> torch.Tensor:
@@ -224,10 +225,10 @@ class Heads:
     bias: bool = False
     """Whether query, key and value have a bias."""
     out_bias: bool = False
-    normed: bool = False
+    has_head_norms: bool = False
     """Whether each query head and key head is normalized."""
     epsilon: float = 1e-6
-    interleaved: bool = False
+    is_interleaved: bool = False
     """Whether numbers (2i, 2i + 1) of a head are rotated as a pair, instead of (i, i + d / 2)."""
     scale: float | None = None
     """Factor of the attention scores; None: one over the root of `width`."""
@@ -235,7 +236,7 @@ class Heads:
     """Whether each query head has a score beside those of the tokens."""
 
 
-def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
+def read_heads(fields: Fields, epsilon: float, has_head_norms: bool = False) -> Heads:
     """Reads the keys about attention. Raises CheckpointError if key heads do not divide query heads."""
     hidden, query = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     key = fields.maybe_integer("num_key_value_heads") or query
@@ -245,7 +246,7 @@ def read_heads(fields: Fields, epsilon: float, normed: bool = False) -> Heads:
         )
     width = rotary_width("head_dim", fields.maybe_integer("head_dim") or hidden // query)
     bias = fields.flag("attention_bias", False)
-    return Heads(hidden, query, key, width, bias, bias, normed, epsilon)
+    return Heads(hidden, query, key, width, bias, bias, has_head_norms, epsilon)
 
 
 def columns_of(heads: range, width: int) -> slice:
@@ -268,12 +269,14 @@ def grouped_query_attention(
         query=loader.input_projection(f"{name}.q_proj", query_width, hidden, query_columns, bias),
         key=loader.input_projection(f"{name}.k_proj", key_width, hidden, key_columns, bias),
         value=loader.input_projection(f"{name}.v_proj", key_width, hidden, key_columns, bias),
-        out=loader.output_projection(f"{name}.o_proj", hidden, query_width, query_columns, sizes.out_bias),
+        out_proj=loader.output_projection(
+            f"{name}.o_proj", hidden, query_width, query_columns, sizes.out_bias
+        ),
         sliding_window=sliding_window,
-        query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.normed else None,
-        key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.normed else None,
+        query_norm=loader.exact(f"{name}.q_norm.weight", sizes.width) if sizes.has_head_norms else None,
+        key_norm=loader.exact(f"{name}.k_norm.weight", sizes.width) if sizes.has_head_norms else None,
         epsilon=sizes.epsilon,
-        interleaved=sizes.interleaved,
+        is_interleaved=sizes.is_interleaved,
         scale=sizes.scale,
         sinks=loader.exact(f"{name}.sinks", sizes.query)[heads.start : heads.stop] if sizes.sinks else None,
     )
@@ -289,20 +292,20 @@ class ExpertNames:
     hidden: int
     width: int
     num_experts: int
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    gate_name: str = "gate_proj"
+    up_name: str = "up_proj"
+    down_name: str = "down_proj"
     form: str = ROWS
     """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`, and in
     DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
-    def stored(self, expert: int) -> tuple[Stored, ...]:
+    def list_tensors(self, expert: int) -> tuple[Stored, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
         if self.form == DOWN_COLUMNS:
-            words = self.gate, self.up, self.down
+            words = self.gate_name, self.up_name, self.down_name
             return tuple((f"{self.prefix}.{expert}.{word}", self.width, self.hidden) for word in words)
         matrices = tuple((f"{name}.weight", rows, columns) for name, rows, columns in self.shapes(expert))
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
@@ -320,16 +323,16 @@ class ExpertNames:
     def shapes(self, expert: int) -> tuple[tuple[str, int, int], ...]:
         """Returns name, rows and columns of gate, up and down of one expert in ROWS."""
         return (
-            (f"{self.prefix}.{expert}.{self.gate}", self.width, self.hidden),
-            (f"{self.prefix}.{expert}.{self.up}", self.width, self.hidden),
-            (f"{self.prefix}.{expert}.{self.down}", self.hidden, self.width),
+            (f"{self.prefix}.{expert}.{self.gate_name}", self.width, self.hidden),
+            (f"{self.prefix}.{expert}.{self.up_name}", self.width, self.hidden),
+            (f"{self.prefix}.{expert}.{self.down_name}", self.hidden, self.width),
         )
 
 
 def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
     """Type of a layer's first expert, as `core.stored.of_expert`; None: its gate is not quantised."""
-    first, *_, last = (one for one in names.stored(0) if len(one) == 3)
-    matrix, down = checkpoint.quantized(*first), checkpoint.quantized(*last)
+    first, *_, last = (one for one in names.list_tensors(0) if len(one) == 3)
+    matrix, down = checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
     if matrix is None or down is None:
         return None if matrix is None else matrix.dtype
     return of_expert(matrix.dtype, down.dtype)

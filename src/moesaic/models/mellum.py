@@ -11,7 +11,7 @@ from typing import Any
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope, shared_experts
 from moesaic.models.config import Fields
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import (
     DENSE,
@@ -25,8 +25,8 @@ from moesaic.models.shared_experts import (
     read,
 )
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
-UNUSED = (*shared_experts.UNUSED, r"mtp\..*")
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+UNUSED_TENSORS = (*shared_experts.UNUSED_TENSORS, r"mtp\..*")
 """Tensors that are not needed, with those that predict several tokens at once."""
 DEFAULTS = {
     "head_dim": 128,
@@ -44,12 +44,12 @@ THETAS = {FULL: 500000.0, SLIDING: 10000.0}
 
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
-    keys = Keys("num_experts" if "num_experts" in raw else "num_local_experts", shared=None)
+    keys = Keys("num_experts" if "num_experts" in raw else "num_local_experts", shared_experts=None)
     fields = Fields(DEFAULTS | {keys.experts: 64} | raw | {"num_nextn_predict_layers": 0})
-    fields.only("model_type", "mellum")
+    fields.require_value("model_type", "mellum")
     # Layers that predict several tokens at once.
     fields.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
-    layers, heads = num_layers(fields), read_heads(fields, fields.number("rms_norm_eps"), normed=True)
+    layers, heads = num_layers(fields), read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     angles = _angles(fields)
     gating = Gating(
         top_k=fields.integer("num_experts_per_tok", maximum=fields.integer(keys.experts)),
@@ -68,7 +68,7 @@ def _angles(fields: Fields) -> dict[str, rope.RopeConfig]:
     parts = fields.child("rope_parameters") or Fields({}, "rope_parameters.")
     longest = fields.integer("max_position_embeddings")
     found = {kind: rope.read(parts, longest, theta, key=kind) for kind, theta in THETAS.items()}
-    parts.done()
+    parts.refuse_unread()
     return found
 
 

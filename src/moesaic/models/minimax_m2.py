@@ -11,13 +11,22 @@ from moesaic.core.errors import CheckpointError
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import Attention
-from moesaic.models.config import Fields, shown
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.config import Fields, shorten
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import Loader, read_heads
-from moesaic.models.shared_experts import UNUSED, Config, Keys, Names, blocks, expert_names, num_layers, read
+from moesaic.models.shared_experts import (
+    UNUSED_TENSORS,
+    Config,
+    Keys,
+    Names,
+    blocks,
+    expert_names,
+    num_layers,
+    read,
+)
 from moesaic.models.whole_norm import whole_norm_attention
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 1536,
@@ -27,7 +36,7 @@ DEFAULTS = {
     "num_local_experts": 256,
     "rms_norm_eps": 1e-6,
 }
-KEYS = Keys(experts="num_local_experts", shared=None, expert_width="intermediate_size")
+KEYS = Keys(experts="num_local_experts", shared_experts=None, expert_width="intermediate_size")
 NAMES = Names(
     gates=("block_sparse_moe.gate", "mlp.gate"),
     corrections=("block_sparse_moe.e_score_correction_bias", "mlp.e_score_correction_bias"),
@@ -36,7 +45,7 @@ NAMES = Names(
 )
 
 
-class WholeNormed(GroupedQuery):
+class WholeNormQuery(GroupedQuery):
     """Grouped-query attention whose norms span all heads."""
 
     def load(self, loader: Loader, name: str, rope: rope.RopeTable, window: int | None) -> Attention:
@@ -46,13 +55,13 @@ class WholeNormed(GroupedQuery):
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "minimax_m2")
+    fields.require_value("model_type", "minimax_m2")
     _read_makers_keys(fields)
-    heads = read_heads(fields, fields.number("rms_norm_eps"), normed=True)
+    heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     rotated = fields.maybe_integer("rotary_dim") or heads.width
     partial = fields.number_above("partial_rotary_factor", 0.0, rotated / heads.width)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 5e6, partial)
-    attention = WholeNormed(heads, angles.rotated(heads.width))
+    attention = WholeNormQuery(heads, angles.count_rotated(heads.width))
     top_k = fields.integer("num_experts_per_tok", maximum=fields.integer("num_local_experts"))
     gating = Gating(top_k, normalise=True, scores="sigmoid")
     every = tuple(range(num_layers(fields)))
@@ -61,19 +70,19 @@ def parse(raw: dict[str, Any]) -> Config:
 
 def _read_makers_keys(fields: Fields) -> None:
     """Reads keys of the makers' own code, which has more kinds of models. Refuses the other kinds."""
-    fields.only("attention_bias", False)
-    fields.only("qk_norm_type", "per_layer")
-    fields.only("scoring_func", "sigmoid")
-    fields.only("shared_intermediate_size", 0)
-    fields.only("sliding_window", None)
-    fields.only("use_qk_norm", True)
-    fields.only("use_routing_bias", True)
+    fields.require_value("attention_bias", False)
+    fields.require_value("qk_norm_type", "per_layer")
+    fields.require_value("scoring_func", "sigmoid")
+    fields.require_value("shared_intermediate_size", 0)
+    fields.require_value("sliding_window", None)
+    fields.require_value("use_qk_norm", True)
+    fields.require_value("use_routing_bias", True)
     for part in ("full_attention", "linear_attention", "mlp"):
-        fields.only(f"layernorm_{part}_beta", 1.0, 1, why="residuals are not scaled")
+        fields.require_value(f"layernorm_{part}_beta", 1.0, 1, reason="residuals are not scaled")
     kinds = fields.raw("attn_type_list", None)
     if kinds is not None and kinds != [1] * num_layers(fields):
         raise CheckpointError(
-            f"config.json: attn_type_list: got {shown(repr(kinds))}; allowed: 1 for each of "
+            f"config.json: attn_type_list: got {shorten(repr(kinds))}; allowed: 1 for each of "
             f"{num_layers(fields)} layers"
         )
     # Training, layers that predict several tokens at once (the files have none), widths of absent parts.

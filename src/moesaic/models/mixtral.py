@@ -16,7 +16,7 @@ from moesaic.models.gates import load_gate
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 
 
@@ -30,7 +30,7 @@ class Config:
     num_layers: int
     heads: Heads
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     top_k: int
     window: int | None
@@ -58,8 +58,8 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
-    fields.only("model_type", "mixtral")
-    fields.only("hidden_act", "silu")
+    fields.require_value("model_type", "mixtral")
+    fields.require_value("hidden_act", "silu")
     fields.ignore("router_jitter_noise")  # only used in training
     max_position = fields.integer("max_position_embeddings", 131072)
     experts = fields.integer("num_local_experts", 8)
@@ -70,14 +70,14 @@ def parse(raw: dict[str, Any]) -> Config:
         num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         heads=read_heads(fields, epsilon=fields.number("rms_norm_eps", 1e-5)),
         epsilon=fields.number("rms_norm_eps", 1e-5),
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
         top_k=fields.integer("num_experts_per_tok", 2, maximum=experts),
         window=fields.maybe_integer("sliding_window"),
         max_position=max_position,
         rope=rope.read(fields, max_position, 1e6),
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 
@@ -85,7 +85,9 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
     """Returns the tensor names of a layer's routed experts."""
     prefix = f"model.layers.{layer}.block_sparse_moe.experts"
     hidden, width = config.hidden_size, config.expert_width
-    return ExpertNames(prefix, hidden, width, config.num_experts, gate="w1", up="w3", down="w2")
+    return ExpertNames(
+        prefix, hidden, width, config.num_experts, gate_name="w1", up_name="w3", down_name="w2"
+    )
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 
-from moesaic.kernels.matrix import QuantizedMatrix, Weight, number_of
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, number_dtype
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
@@ -62,7 +62,7 @@ class Model:
         assert self.prediction is not None and layer == self.prediction.layer
         return self.prediction.block
 
-    def before_prediction(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    def enter_prediction(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """The rows [n, h] before the block of the layer that predicts the token after the next one.
 
         hidden: [n, h] after the last block. token_ids: [n] the token after each row.
@@ -71,7 +71,7 @@ class Model:
         normed = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
         return self.prediction.enter(self.embed(token_ids), normed)
 
-    def predicted(self, hidden: torch.Tensor) -> torch.Tensor:
+    def predict_token(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] after that block -> [m] the most likely token after the next one."""
         assert self.prediction is not None
         return self.prediction.logits(hidden, self.head).argmax(dim=-1)
@@ -90,7 +90,7 @@ class Model:
     def _weights(self) -> list[Weight]:
         routed = tuple(self.experts.values())
         parts = (self.embedding, self.blocks, self.final_norm, self.head, routed, self.prediction)
-        weights = [one for one in _walk(parts) if _has_numbers(one) or number_of(one) is torch.uint8]
+        weights = [one for one in _walk(parts) if _has_numbers(one) or number_dtype(one) is torch.uint8]
         return list({(one.data_ptr(), one.shape): one for one in weights}.values())
 
 

@@ -17,7 +17,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, read_heads
 from moesaic.models.spec import KVLayout, ModelSpec
 from moesaic.models.whole_norm import whole_norm_attention
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 
 
@@ -33,7 +33,7 @@ class Config:
     clip: float | None
     """Greatest absolute value of a query, key or value."""
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     top_k: int
     normalise: bool
@@ -61,15 +61,17 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
-    fields.only("model_type", "olmoe")
-    fields.only("hidden_act", "silu")
+    fields.require_value("model_type", "olmoe")
+    fields.require_value("hidden_act", "silu")
     experts = fields.integer("num_experts" if "num_experts" in raw else "num_local_experts", 64)
-    fields.only("num_local_experts", experts)
+    fields.require_value("num_local_experts", experts)
     max_position = fields.integer("max_position_embeddings", 4096)
     clip = None if fields.raw("clip_qkv", None) is None else fields.number_above("clip_qkv", 0.0)
     epsilon = fields.number("rms_norm_eps", 1e-5)
-    heads = read_heads(fields, normed=True, epsilon=epsilon)
-    fields.only("head_dim", heads.hidden // heads.query, None, why="hidden_size / num_attention_heads")
+    heads = read_heads(fields, has_head_norms=True, epsilon=epsilon)
+    fields.require_value(
+        "head_dim", heads.hidden // heads.query, None, reason="hidden_size / num_attention_heads"
+    )
     config = Config(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=heads.hidden,
@@ -78,14 +80,14 @@ def parse(raw: dict[str, Any]) -> Config:
         heads=heads,
         clip=clip,
         epsilon=epsilon,
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
         top_k=fields.integer("num_experts_per_tok", 8, maximum=experts),
         normalise=fields.flag("norm_topk_prob", False),
         max_position=max_position,
         rope=rope.read(fields, max_position, 10000.0),
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 

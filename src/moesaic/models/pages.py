@@ -29,7 +29,7 @@ def huge_pages(size: int) -> mmap.mmap:
     return memory
 
 
-def aligned(size: int) -> int:
+def align_size(size: int) -> int:
     """The next multiple of ALIGNMENT. Example: 65 -> 128."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -40,48 +40,52 @@ def plain_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
         None,
     )
     in_mxfp4 = names is not None and names.form == BIASED_ROWS
-    matrices = _experts(None if in_mxfp4 else names) | _others(file, config, Recorded(path))
+    matrices = _list_expert_matrices(None if in_mxfp4 else names) | _record_matrices(
+        file, config, MatrixRecorder(path)
+    )
     found, done = {}, set()
     for name, shape in matrices.items():
-        matrix = checkpoint.quantized(name, *shape) if name.startswith(prefix) else None
+        matrix = checkpoint.find_quantized(name, *shape) if name.startswith(prefix) else None
         if matrix is not None:
             found[name] = checkpoint.tensor(name, *shape, dtype=torch.float32)
             done |= {part.tensor for part in matrix.parts}
     for name in sorted(checkpoint.names - done):
-        if name.startswith(prefix) and not any(re.fullmatch(each, name) for each in checkpoint.skipped):
+        if name.startswith(prefix) and not any(
+            re.fullmatch(each, name) for each in checkpoint.skipped_patterns
+        ):
             packed = checkpoint.dtype(name) is torch.uint8 and name in matrices
             found[name] = (
                 checkpoint.tensor(name, *matrices[name], dtype=torch.bfloat16)
                 if packed
-                else checkpoint.as_stored(name)
+                else checkpoint.read_raw(name)
             )
     return found
 
 
-class Recorded(Claims):
+class MatrixRecorder(Claims):
     """A checkpoint of which nothing is read. It notes the matrices that a model asks for."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.matrices: Matrices = {}
 
-    def tensor(self, name: str, *shape: int, **how: Any) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
         """As `Claims.tensor`."""
         if len(shape) == 2 and name.endswith(".weight"):
             self.matrices[name] = shape[0], shape[1]
-        return super().tensor(name, *shape, **how)
+        return super().tensor(name, *shape, **options)
 
 
-def _others(file: ModelFile, config: Config, recorded: Recorded) -> Matrices:
+def _record_matrices(file: ModelFile, config: Config, recorder: MatrixRecorder) -> Matrices:
     """All matrices but those of routed experts."""
-    loader = Loader(recorded, REFERENCE, "meta", torch.float32, positions=0)
+    loader = Loader(recorder, REFERENCE, "meta", torch.float32, positions=0)
     file.blocks(config, loader)
     for name in ("model.embed_tokens", "lm_head"):
-        recorded.matrices[f"{name}.weight"] = config.spec.vocab_size, config.spec.hidden_size
-    return recorded.matrices
+        recorder.matrices[f"{name}.weight"] = config.spec.vocab_size, config.spec.hidden_size
+    return recorder.matrices
 
 
-def _experts(names: ExpertNames | None) -> Matrices:
+def _list_expert_matrices(names: ExpertNames | None) -> Matrices:
     if names is None:
         return {}
     every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))

@@ -35,13 +35,13 @@ class PredictionLayer:
     final_norm: torch.Tensor
     """[h] before the LM head"""
 
-    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def enter(self, embeddings: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The rows [n, h] before its block.
 
-        embedded: [n, h] embedding of the token after each row. hidden: [n, h] rows of the model behind its
+        embeddings: [n, h] embedding of the token after each row. hidden: [n, h] rows of the model behind its
         final norm.
         """
-        tokens = self.kernels.rms_norm(embedded, self.token_norm, self.epsilon)
+        tokens = self.kernels.rms_norm(embeddings, self.token_norm, self.epsilon)
         states = self.kernels.rms_norm(hidden, self.hidden_norm, self.epsilon)
         return self.kernels.linear(torch.cat([tokens, states], dim=-1), self.projection)
 

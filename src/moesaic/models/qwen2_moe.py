@@ -12,13 +12,13 @@ from moesaic.core.errors import CheckpointError
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.block import DecoderBlock
-from moesaic.models.config import MOST_LAYERS, Fields, shown
+from moesaic.models.config import MOST_LAYERS, Fields, shorten
 from moesaic.models.gates import load_gate
 from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
 from moesaic.models.qwen import dense_part, sparse_layers
 from moesaic.models.spec import KVLayout, ModelSpec
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -35,7 +35,7 @@ class Config:
     num_layers: int
     heads: Heads
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     top_k: int
     normalise: bool
@@ -67,9 +67,9 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
-    fields.only("model_type", "qwen2_moe")
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias", False, why="this model_type has qkv_bias")
+    fields.require_value("model_type", "qwen2_moe")
+    fields.require_value("hidden_act", "silu")
+    fields.require_value("attention_bias", False, reason="this model_type has qkv_bias")
     max_position = fields.integer("max_position_embeddings", 32768)
     num_layers = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
     experts = fields.integer("num_experts", 60)
@@ -83,7 +83,7 @@ def parse(raw: dict[str, Any]) -> Config:
         num_layers=num_layers,
         heads=replace(read_heads(fields, epsilon=epsilon), bias=fields.flag("qkv_bias", True)),
         epsilon=epsilon,
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
         top_k=fields.integer("num_experts_per_tok", 4, maximum=experts),
         normalise=fields.flag("norm_topk_prob", False),
@@ -93,7 +93,7 @@ def parse(raw: dict[str, Any]) -> Config:
         max_position=max_position,
         rope=rope.read(fields, max_position, 10000.0),
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 
@@ -113,7 +113,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     allowed = (FULL, SLIDING) if windowed else (FULL,)
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in allowed for kind in kinds):
         raise CheckpointError(
-            f"config.json: layer_types: got {shown(repr(kinds))}; allowed: a list of {num_layers} of "
+            f"config.json: layer_types: got {shorten(repr(kinds))}; allowed: a list of {num_layers} of "
             f"{', '.join(allowed)}, with use_sliding_window {str(windowed).lower()}"
         )
     if SLIDING in kinds and not width:

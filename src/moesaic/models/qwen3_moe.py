@@ -17,7 +17,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_atte
 from moesaic.models.qwen import sparse_layers
 from moesaic.models.spec import KVLayout, ModelSpec
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 
 
@@ -32,7 +32,7 @@ class Config:
     num_layers: int
     heads: Heads
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     top_k: int
     normalise: bool
@@ -67,14 +67,14 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(raw)
-    fields.only("model_type", "qwen3_moe")
-    fields.only("hidden_act", "silu")
+    fields.require_value("model_type", "qwen3_moe")
+    fields.require_value("hidden_act", "silu")
     # Keys of Qwen3-Coder that repeat what all models of this type have in common.
-    fields.only("qkv_bias", False)
-    fields.only("use_qk_norm", True)
-    fields.only("shared_expert_intermediate_size", 0, None)
+    fields.require_value("qkv_bias", False)
+    fields.require_value("use_qk_norm", True)
+    fields.require_value("shared_expert_intermediate_size", 0, None)
     experts = fields.integer("num_experts" if "num_experts" in raw else "num_local_experts")
-    fields.only("num_local_experts", experts)
+    fields.require_value("num_local_experts", experts)
     max_position = fields.integer("max_position_embeddings", 32768)
     window = fields.maybe_integer("sliding_window")
     windowed = fields.flag("use_sliding_window", False)
@@ -84,9 +84,9 @@ def parse(raw: dict[str, Any]) -> Config:
         dense_width=fields.integer("intermediate_size", 6144),
         expert_width=fields.integer("moe_intermediate_size"),
         num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
-        heads=read_heads(fields, normed=True, epsilon=fields.number("rms_norm_eps", 1e-6)),
+        heads=read_heads(fields, has_head_norms=True, epsilon=fields.number("rms_norm_eps", 1e-6)),
         epsilon=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
         top_k=fields.integer("num_experts_per_tok", maximum=experts),
         normalise=fields.flag("norm_topk_prob", False),
@@ -97,7 +97,7 @@ def parse(raw: dict[str, Any]) -> Config:
         max_position=max_position,
         rope=rope.read(fields, max_position, 10000.0),
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 

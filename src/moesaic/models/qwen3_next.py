@@ -20,7 +20,7 @@ from moesaic.models.loader import ExpertNames, Heads, Loader, read_heads
 from moesaic.models.qwen import dense_part, sparse_layers
 from moesaic.models.spec import KVLayout, ModelSpec, Multipliers
 
-UNUSED = (r".*\.rotary_emb\.inv_freq", r"mtp\..*")
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"mtp\..*")
 """Tensors that are not needed: mtp predicts several tokens at once."""
 KINDS = ("qwen3_next", "qwen3_5_moe_text")
 """The values of model_type, the older one first."""
@@ -47,7 +47,7 @@ class Config:
     states: StateSizes
     linear_layers: tuple[int, ...]
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     top_k: int
     normalise: bool
@@ -83,10 +83,10 @@ class Config:
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(_text_angles(raw))
-    fields.only("model_type", *KINDS)
-    fields.only("hidden_act", "silu")
-    fields.only("attn_output_gate", True)
-    fields.only("use_sliding_window", False)
+    fields.require_value("model_type", *KINDS)
+    fields.require_value("hidden_act", "silu")
+    fields.require_value("attn_output_gate", True)
+    fields.require_value("use_sliding_window", False)
     kind, epsilon = raw.get("model_type", KINDS[0]), fields.number("rms_norm_eps", 1e-6)
     newer = kind != KINDS[0]
     layers = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
@@ -94,7 +94,7 @@ def parse(raw: dict[str, Any]) -> Config:
     max_position = fields.integer("max_position_embeddings", 32768)
     partial = fields.number_above("partial_rotary_factor", 0.0, PARTIAL)
     if newer:
-        fields.only("norm_topk_prob", True)
+        fields.require_value("norm_topk_prob", True)
         fields.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     config = Config(
         model_type=kind,
@@ -104,11 +104,11 @@ def parse(raw: dict[str, Any]) -> Config:
         expert_width=fields.integer("moe_intermediate_size", 512),
         shared_width=fields.integer("shared_expert_intermediate_size", 512),
         num_layers=layers,
-        heads=read_heads(fields, normed=True, epsilon=epsilon),
+        heads=read_heads(fields, has_head_norms=True, epsilon=epsilon),
         states=_states(fields),
         linear_layers=_linear_layers(fields, layers),
         epsilon=epsilon,
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
         top_k=fields.integer("num_experts_per_tok", 8 if newer else 10, maximum=experts),
         normalise=True if newer else fields.flag("norm_topk_prob", True),
@@ -118,8 +118,8 @@ def parse(raw: dict[str, Any]) -> Config:
         rope=rope.read(fields, max_position, 10000.0, partial),
         extra_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0, maximum=MOST_LAYERS),
     )
-    fields.done()
-    config.rope.rotated(config.heads.width)
+    fields.refuse_unread()
+    config.rope.count_rotated(config.heads.width)
     return config
 
 
@@ -170,7 +170,7 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
-    width = config.rope.rotated(config.heads.width)
+    width = config.rope.count_rotated(config.heads.width)
     table = loader.rope_table(config.rope, width, config.spec.max_position)
     return tuple(_block(config, loader, table, layer) for layer in range(config.num_layers))
 

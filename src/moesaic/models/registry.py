@@ -25,8 +25,8 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
-from moesaic.models.config import shown
-from moesaic.models.conversion import Counted
+from moesaic.models.config import shorten
+from moesaic.models.conversion import CountingClaims
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
@@ -35,10 +35,10 @@ from moesaic.models.layers import Scale
 from moesaic.models.loader import Loader, quantised_experts
 from moesaic.models.model import Model
 from moesaic.models.quantization import parse as quantization
-from moesaic.models.routed import claim_experts, experts, other_types, refuse_integer_kernels
+from moesaic.models.routed_experts import claim_experts, experts, other_types, refuse_integer_kernels
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
-from moesaic.models.wrapped import IMAGES
+from moesaic.models.wrapped_names import IMAGES
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,12 +64,12 @@ def model_file(path: Path) -> tuple[ModelFile, Config]:
 
 def routed_model(path: Path) -> RoutedModel:
     """How recorded routing describes the model in `path`. Samples the weights for its name."""
-    return read_spec(path).routed(fingerprint.origin(path))
+    return read_spec(path).to_routed_model(fingerprint.origin(path))
 
 
-def is_tied(path: Path) -> bool:
+def has_tied_embeddings(path: Path) -> bool:
     """Whether LM head and embedding are the same matrix."""
-    return _is_tied(_parse(path)[1], Checkpoint(path))
+    return _has_tied_embeddings(_parse(path)[1], Checkpoint(path))
 
 
 def load(
@@ -80,7 +80,7 @@ def load(
     with_experts: bool = True,
     progress: Progress | None = None,
     shard: Shard = WHOLE,
-    mapped: bool = True,
+    use_mmap: bool = True,
     positions: int | None = None,
     predicting: bool = False,
 ) -> Model:
@@ -89,7 +89,7 @@ def load(
     dtype: data type of the matrices. "auto" means the checkpoint's own type, or float32 on a CPU whose
     kernels would have to convert that type at each use.
     progress: called with bytes read, and total bytes, after each tensor.
-    mapped: False copies the weights into memory, so that the files' pages can be dropped.
+    use_mmap: False copies the weights into memory, so that the files' pages can be dropped.
     shard: with more than one rank, `output_projection` returns a partial sum, and the spec has the rank's
     heads.
     positions: maximum tokens of a request; None: the model's own maximum.
@@ -102,30 +102,30 @@ def load(
     spec = shard.spec(config.spec)
     if predicting:
         check_prediction(path, file, spec)
-    checkpoint = Checkpoint(path, progress, mapped)
+    checkpoint = Checkpoint(path, progress, use_mmap)
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     if with_experts:
         names = {each: file.expert_names(config, each) for each in spec.moe_layers}
         refuse_integer_kernels(path, loader, names)
     model = replace(
-        _outside(config, spec, loader),
+        _build_outside(config, spec, loader),
         blocks=tuple(file.blocks(config, loader)),
         experts=_experts(file, config, loader, with_experts),
     )
     if predicting:
         model = with_prediction(model, file, config, loader, with_experts)
-    images = IMAGES if checkpoint.wrapped else ()
-    checkpoint.refuse_unread((*file.UNUSED, *prediction_tensors(spec), *images))
+    images = IMAGES if checkpoint.is_wrapped else ()
+    checkpoint.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec), *images))
     return model
 
 
 def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu") -> int:
     """Bytes that all but the routed experts takes in the memory of `device`. Only headers are read."""
     file, config = _parse(path)
-    counted = Counted(path)
+    counted = CountingClaims(path)
     loader = Loader(counted, kernels, "meta", _dtype(dtype, device, counted, kernels), positions=0)
-    _outside(config, config.spec, loader)
+    _build_outside(config, config.spec, loader)
     file.blocks(config, loader)
     return counted.bytes
 
@@ -135,10 +135,10 @@ def load_outside(path: Path, kernels: Kernels) -> Model:
     config = _parse(path)[1]
     checkpoint = Checkpoint(path)
     loader = Loader(checkpoint, kernels, "cpu", _dtype("auto", "cpu", checkpoint, kernels))
-    return _outside(config, config.spec, loader)
+    return _build_outside(config, config.spec, loader)
 
 
-def _outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
+def _build_outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
     kernels, factors = loader.kernels, _multipliers(config)
     centred: bool = getattr(config, "layer_norm", False)
     embedding = loader.weight("model.embed_tokens", spec.vocab_size, spec.hidden_size)
@@ -192,11 +192,11 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
     they are not known.
     Raises CheckpointError for the first key or tensor that is missing or not understood.
     """
-    file, config = _understood(raw, path)
+    file, config = _parse_config(raw, path)
     spec: ModelSpec = config.spec
     if claims is not None:
         _claim(file, config, claims)
-        claims.refuse_unread((*file.UNUSED, *prediction_tensors(spec)))
+        claims.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec)))
     return spec
 
 
@@ -205,7 +205,7 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
 
     Of quantised ones it is the type of the layer where they are largest.
     """
-    file, config = _understood(raw, path)
+    file, config = _parse_config(raw, path)
     layers = config.spec.moe_layers
     name = EMBEDDING
     if layers:
@@ -213,7 +213,7 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
         kinds = {kind for one in names if (kind := quantised_experts(checkpoint, one)) is not None}
         if kinds:
             return max(sorted(kinds), key=names[0].bytes_of)
-        name = names[0].stored(0)[0][0]
+        name = names[0].list_tensors(0)[0][0]
     found = checkpoint.dtype(name)
     return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
 
@@ -227,13 +227,14 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
     return None if scheme is None else scheme.dtype
 
 
-def type_in_memory(stored: str, device: str, kernels: Kernels) -> str:
-    """Type that `load` with dtype "auto" gives to matrices stored as `stored`, a name of core/stored.py."""
-    number = _kept(DTYPES.get(stored, torch.bfloat16), device, kernels)
-    if of_matrices(stored)[0] in QUANTIZED and (kernels.packed or device.startswith("cpu")):
-        return stored if kernels.packed else "float32"
-    if stored not in DTYPES and kernels.compressed and number is torch.bfloat16:
-        return stored
+def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:
+    """Type that `load` with dtype "auto" gives to matrices stored as `file_type`, a name of
+    core/stored.py."""
+    number = _dtype_in_memory(DTYPES.get(file_type, torch.bfloat16), device, kernels)
+    if of_matrices(file_type)[0] in QUANTIZED and (kernels.can_use_quantized or device.startswith("cpu")):
+        return file_type if kernels.can_use_quantized else "float32"
+    if file_type not in DTYPES and kernels.can_use_compressed and number is torch.bfloat16:
+        return file_type
     return str(number).removeprefix("torch.")
 
 
@@ -260,17 +261,18 @@ def expert_layout(
     kind = loader.expert_type(one)
     return ExpertLayout(
         prefixes={
-            layer: checkpoint.stored_as(each.prefix, *each.stored(0)[0]) for layer, each in names.items()
+            layer: checkpoint.file_prefix(each.prefix, *each.list_tensors(0)[0])
+            for layer, each in names.items()
         },
-        gate=one.gate,
-        up=one.up,
-        down=one.down,
+        gate=one.gate_name,
+        up=one.up_name,
+        down=one.down_name,
         hidden=one.hidden,
         width=one.width,
         num_experts=one.num_experts,
         top_k=spec.top_k,
         dtype=kind,
-        weights=fingerprint.of(path),
+        weights=fingerprint.compute_fingerprint(path),
         origin=fingerprint.origin(path),
         form=one.form,
         activation=one.activation,
@@ -282,26 +284,29 @@ def expert_layout(
 def load_experts(
     path: Path,
     kernels: Kernels,
-    wanted: Mapping[int, Iterable[int]],
+    expert_ids: Mapping[int, Iterable[int]],
     device: str = "cpu",
     dtype: str = "auto",
-    mapped: bool = True,
+    use_mmap: bool = True,
     of_expert: Shard = WHOLE,
 ) -> dict[int, ExpertWeights]:
-    """Loads routed experts only, for an expert server. wanted: layer -> expert ids. dtype: that of a layout.
+    """Loads routed experts only, for an expert server. expert_ids: layer -> expert ids. dtype: that of a
+    layout.
 
-    mapped: False copies them into memory of this process. of_expert: the part of each expert's width to
+    use_mmap: False copies them into memory of this process. of_expert: the part of each expert's width to
     load; compressed experts are then decompressed.
     Raises CheckpointError for a layer without routed experts or an id that does not exist.
     """
     file, config = _parse(path)
-    checkpoint = Checkpoint(path, mapped=mapped)
+    checkpoint = Checkpoint(path, use_mmap=use_mmap)
     number = _dtype("auto" if is_packed(dtype) else dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, of_expert=of_expert)
-    for layer in wanted:
+    for layer in expert_ids:
         if layer not in routed_layers(file, config.spec):
             raise CheckpointError(f"{path}: layer {layer} has no routed experts")
-    return {layer: experts(loader, file.expert_names(config, layer), ids) for layer, ids in wanted.items()}
+    return {
+        layer: experts(loader, file.expert_names(config, layer), ids) for layer, ids in expert_ids.items()
+    }
 
 
 def _parse(path: Path) -> tuple[ModelFile, Any]:
@@ -310,27 +315,27 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
     So the files bound the config's sizes before anything is allocated. A directory without any weights is
     not checked: nothing can be loaded from it.
     """
-    return _checked(path, _stamp(*model_files(path)))
+    return _parse_stamped(path, _stamp(*model_files(path)))
 
 
 @lru_cache(maxsize=4)
-def _checked(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
+def _parse_stamped(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
     """As _parse. stamp: of the files, so that a file that changed is read again."""
-    file, config = _understood(read_config(path), path)
+    file, config = _parse_config(read_config(path), path)
     if is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file():
         _claim(file, config, Claims(path))
     return file, config
 
 
-def _understood(whole: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
+def _parse_config(raw_config: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
     """The model file of a parsed config.json, and its config."""
-    quantization.parse(whole)
-    raw = text_of(whole)
+    quantization.parse(raw_config)
+    raw = text_of(raw_config)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
-        where = f"{TEXT}.model_type" if str(whole.get("model_type")) in WRAPPERS else "model_type"
+        where = f"{TEXT}.model_type" if str(raw_config.get("model_type")) in WRAPPERS else "model_type"
         allowed = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
-        raise CheckpointError(f"{path}: {where}: got {shown(repr(model_type))}; allowed: {allowed}")
+        raise CheckpointError(f"{path}: {where}: got {shorten(repr(model_type))}; allowed: {allowed}")
     file = MODELS[model_type]
     return file, file.parse(raw)
 
@@ -351,15 +356,15 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
     loader.exact("model.norm.weight", spec.hidden_size)
     file.blocks(config, loader)
     _experts(file, config, loader, read=False)
-    if not config.tied or HEAD in claims.names:
+    if not config.has_tied_embeddings or HEAD in claims.names:
         claims.claim(HEAD, spec.vocab_size, spec.hidden_size)
 
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype == "auto":
         stored = checkpoint.number(EMBEDDING)
-        return _kept(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
-    allowed = [name for name, one in DTYPES.items() if one in kernels.allowed]
+        return _dtype_in_memory(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
+    allowed = [name for name, one in DTYPES.items() if one in kernels.weight_dtypes]
     if dtype not in allowed:
         raise ConfigError.field(
             "--dtype", dtype, f"{', '.join(('auto', *allowed))} with {kernels.name} kernels"
@@ -367,20 +372,24 @@ def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) ->
     return DTYPES[dtype]
 
 
-def _kept(stored: torch.dtype, device: str, kernels: Kernels) -> torch.dtype:
-    return stored if not device.startswith("cpu") or stored in kernels.stored else torch.float32
+def _dtype_in_memory(stored_dtype: torch.dtype, device: str, kernels: Kernels) -> torch.dtype:
+    return (
+        stored_dtype
+        if not device.startswith("cpu") or stored_dtype in kernels.unconverted_dtypes
+        else torch.float32
+    )
 
 
 def _head(config: Config, loader: Loader, embedding: Weight) -> Weight:
     shape = config.spec.vocab_size, config.spec.hidden_size
-    if not config.tied or HEAD in loader.checkpoint.names:
+    if not config.has_tied_embeddings or HEAD in loader.checkpoint.names:
         loader.checkpoint.claim(HEAD, *shape)
-    return embedding if _is_tied(config, loader.checkpoint) else loader.weight("lm_head", *shape)
+    return embedding if _has_tied_embeddings(config, loader.checkpoint) else loader.weight("lm_head", *shape)
 
 
-def _is_tied(config: Config, checkpoint: Checkpoint) -> bool:
+def _has_tied_embeddings(config: Config, checkpoint: Checkpoint) -> bool:
     """A head in the files may be a copy of the embedding that some tools write. One that differs counts."""
-    return config.tied and (HEAD not in checkpoint.names or checkpoint.equal(HEAD, EMBEDDING))
+    return config.has_tied_embeddings and (HEAD not in checkpoint.names or checkpoint.equal(HEAD, EMBEDDING))
 
 
 def _experts(file: ModelFile, config: Config, loader: Loader, read: bool) -> dict[int, ExpertWeights]:

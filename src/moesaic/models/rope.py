@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import MOST_INTEGER, Fields, shown
+from moesaic.models.config import MOST_INTEGER, Fields, shorten
 
 MOST_WIDTH = 1 << 16
 """Largest width of a head. Each pair of it has an angle, which is computed before any tensor is looked up."""
@@ -48,7 +48,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     """The same for longer requests."""
 
-    def rotated(self, width: int) -> int:
+    def count_rotated(self, width: int) -> int:
         """Returns how many of the `width` numbers of a head are rotated.
 
         Raises CheckpointError if these are not pairs, or are more than a head has.
@@ -102,26 +102,28 @@ def read(
     parts = fields.child("rope_scaling") or Fields({}, "rope_scaling.")
     newer = fields.child(key)
     if newer is not None:
-        parts.done()
+        parts.refuse_unread()
         parts = newer
     theta = parts.number_above("rope_theta", 1.0, theta)
     kind = parts.raw("rope_type", parts.raw("type", "default"))
     parts.ignore("type")
     if partial is None:
-        parts.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
+        parts.require_value("partial_rotary_factor", 1.0, 1, None, reason="this model rotates whole heads")
     else:
         partial = parts.number_above("partial_rotary_factor", 0.0, partial)
     if kind not in KINDS:
-        raise CheckpointError(f"config.json: rope_type: got {shown(repr(kind))}; allowed: {', '.join(KINDS)}")
+        raise CheckpointError(
+            f"config.json: rope_type: got {shorten(repr(kind))}; allowed: {', '.join(KINDS)}"
+        )
     if kind == "longrope":
         # Many files have this key beside the others.
         whole = fields.maybe_integer("original_max_position_embeddings", minimum=2)
         nested = parts.maybe_integer("original_max_position_embeddings", minimum=2)
-        found = _longrope(parts, theta, nested or whole, max_position)
+        found = _read_longrope(parts, theta, nested or whole, max_position)
     else:
-        found = _scaled(parts, kind, theta, max_position)
+        found = _read_scaled(parts, kind, theta, max_position)
     config = replace(found, partial=1.0 if partial is None else partial)
-    parts.done()
+    parts.refuse_unread()
     if config.factor * config.original > MOST_INTEGER:
         raise CheckpointError(
             f"config.json: rope: got factor {config.factor:g} of {config.original} tokens; "
@@ -143,7 +145,7 @@ def rotary_width(name: str, width: int) -> int:
     return width
 
 
-def _scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeConfig:
+def _read_scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeConfig:
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind in ("linear", "dynamic"):
@@ -167,7 +169,7 @@ def _scaled(parts: Fields, kind: str, theta: float, max_position: int) -> RopeCo
     )
 
 
-def _longrope(parts: Fields, theta: float, original: int | None, max_position: int) -> RopeConfig:
+def _read_longrope(parts: Fields, theta: float, original: int | None, max_position: int) -> RopeConfig:
     if original is None:
         raise CheckpointError("config.json: original_max_position_embeddings is missing, for longrope")
     return RopeConfig(
@@ -198,7 +200,7 @@ def frequencies(config: RopeConfig, width: int, positions: int = 0) -> torch.Ten
     return plain
 
 
-def _checked(config: RopeConfig, width: int, positions: int) -> torch.Tensor:
+def _check_frequencies(config: RopeConfig, width: int, positions: int) -> torch.Tensor:
     """As `frequencies`. Raises CheckpointError if some are not finite, or the scale of the angles is not.
 
     It also raises it if longrope has factors for another number of pairs.
@@ -261,7 +263,10 @@ class RopeTable:
         wrong from the fourth digit on. So about one process in a hundred would produce tokens with other bits
         (github.com/pytorch/pytorch/issues/188792).
         """
-        angles = np.arange(positions, dtype=np.float32)[:, None] * _checked(config, width, positions).numpy()
+        angles = (
+            np.arange(positions, dtype=np.float32)[:, None]
+            * _check_frequencies(config, width, positions).numpy()
+        )
         cosine = np.cos(angles, out=np.empty_like(angles), dtype=np.float64, casting="same_kind")
         sine = np.sin(angles, out=angles, dtype=np.float64, casting="same_kind")
         for table in (cosine, sine):

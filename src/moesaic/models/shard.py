@@ -50,12 +50,12 @@ class Shard:
         first = self.rank * each + min(self.rank, more)
         return slice(first, first + each + (self.rank < more))
 
-    def spec(self, whole: ModelSpec) -> ModelSpec:
+    def spec(self, model: ModelSpec) -> ModelSpec:
         """Returns the sizes of this rank's part of a model.
 
         Raises ConfigError if the heads cannot be split over that many ranks.
         """
-        heads, kv_heads = whole.heads, whole.kv.kv_heads
+        heads, kv_heads = model.heads, model.kv.kv_heads
         if not 1 <= self.size <= heads or not _fits(self.size, heads, kv_heads):
             allowed = [size for size in range(1, min(heads, MOST_RANKS) + 1) if _fits(size, heads, kv_heads)]
             sizes = ", ".join(map(str, allowed))
@@ -63,23 +63,23 @@ class Shard:
             raise ConfigError.field("--tensor-parallel-size", self.size, text)
         if not 0 <= self.rank < self.size:
             raise ConfigError.field("rank", self.rank, f"0 to {self.size - 1}")
-        kv = replace(whole.kv, kv_heads=len(self.kv_heads(kv_heads)))
-        return replace(whole, heads=heads // self.size, kv=kv, states=self._states(whole.states))
+        kv = replace(model.kv, kv_heads=len(self.kv_heads(kv_heads)))
+        return replace(model, heads=heads // self.size, kv=kv, states=self._states(model.states))
 
-    def _states(self, whole: StateSizes | None) -> StateSizes | None:
+    def _states(self, sizes: StateSizes | None) -> StateSizes | None:
         """The states of this rank's heads of linear attention."""
-        if whole is None:
+        if sizes is None:
             return None
-        if whole.alone:
-            if whole.alone % self.size:
-                text = f"a divisor of {whole.alone} channels of a short convolution"
+        if sizes.convolution_channels:
+            if sizes.convolution_channels % self.size:
+                text = f"a divisor of {sizes.convolution_channels} channels of a short convolution"
                 raise ConfigError.field("--tensor-parallel-size", self.size, text)
-            return replace(whole, alone=whole.alone // self.size)
-        if whole.key_heads % self.size:
-            text = f"a divisor of {whole.key_heads} key heads of linear attention"
+            return replace(sizes, convolution_channels=sizes.convolution_channels // self.size)
+        if sizes.key_heads % self.size:
+            text = f"a divisor of {sizes.key_heads} key heads of linear attention"
             raise ConfigError.field("--tensor-parallel-size", self.size, text)
-        keys, values = whole.key_heads // self.size, whole.value_heads // self.size
-        return replace(whole, key_heads=keys, value_heads=values)
+        keys, values = sizes.key_heads // self.size, sizes.value_heads // self.size
+        return replace(sizes, key_heads=keys, value_heads=values)
 
 
 def _fits(size: int, heads: int, kv_heads: int) -> bool:

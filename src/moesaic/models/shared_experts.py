@@ -18,7 +18,7 @@ from moesaic.models.prediction import PredictionLayer
 from moesaic.models.rope import RopeConfig, RopeTable
 from moesaic.models.spec import NO_MULTIPLIERS, KVLayout, ModelSpec, Multipliers
 
-UNUSED = (r".*\.rotary_emb\.inv_freq",)
+UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 DENSE, SPARSE = "dense", "sparse"
 
@@ -33,7 +33,7 @@ class AttentionSizes(Protocol):
     def kv(self) -> KVLayout: ...
 
     @property
-    def rotated(self) -> int:
+    def rotated_width(self) -> int:
         """Numbers of a head that are rotated."""
         ...
 
@@ -47,7 +47,7 @@ class Keys:
     """Keys of config.json that families call differently."""
 
     experts: str = "n_routed_experts"
-    shared: str | None = "n_shared_experts"
+    shared_experts: str | None = "n_shared_experts"
     """None: the family has no shared experts."""
     expert_width: str = "moe_intermediate_size"
 
@@ -61,7 +61,7 @@ class Names:
     """Of the bias that only chooses; empty if the gate has none."""
     correction_axes: tuple[int, ...] = ()
     """Axes of that bias in front of the one of the experts."""
-    shared: tuple[str, ...] = ("mlp.shared_experts",)
+    shared_experts: tuple[str, ...] = ("mlp.shared_experts",)
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Of an expert's gate, up and down."""
@@ -80,7 +80,7 @@ class Config:
     num_layers: int
     attention: AttentionSizes
     epsilon: float
-    tied: bool
+    has_tied_embeddings: bool
     num_experts: int
     gating: Gating
     moe_layers: tuple[int, ...]
@@ -125,18 +125,20 @@ def read(
     keys: Keys = Keys(),
 ) -> Config:
     """Reads the keys that these families have in common, and refuses those that were not read."""
-    fields.only("hidden_act", "silu")
+    fields.require_value("hidden_act", "silu")
     config = Config(
         model_type=model_type,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         dense_width=fields.integer("intermediate_size"),
         expert_width=fields.integer(keys.expert_width),
-        shared_experts=(fields.maybe_integer(keys.shared, minimum=0) or 0) if keys.shared else 0,
+        shared_experts=(fields.maybe_integer(keys.shared_experts, minimum=0) or 0)
+        if keys.shared_experts
+        else 0,
         num_layers=num_layers(fields),
         attention=attention,
         epsilon=fields.number("rms_norm_eps"),
-        tied=fields.flag("tie_word_embeddings", False),
+        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=fields.integer(keys.experts),
         gating=gating,
         moe_layers=moe_layers,
@@ -146,7 +148,7 @@ def read(
         names=names,
         windows=windows,
     )
-    fields.done()
+    fields.refuse_unread()
     return config
 
 
@@ -165,7 +167,9 @@ def layers_by_type(fields: Fields) -> tuple[int, ...]:
     layers = num_layers(fields)
     kinds = fields.words("mlp_layer_types", layers, (DENSE, SPARSE), [DENSE] + [SPARSE] * (layers - 1))
     first = kinds.index(SPARSE) if SPARSE in kinds else layers
-    fields.only("first_k_dense_replace", first, why="as mlp_layer_types says, or else its default")
+    fields.require_value(
+        "first_k_dense_replace", first, reason="as mlp_layer_types says, or else its default"
+    )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)
 
 
@@ -180,10 +184,10 @@ def expert_names(config: Config, layer: int) -> ExpertNames:
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
     """Loads every layer without its routed experts."""
     spec = config.spec
-    table = loader.rope_table(config.rope, config.attention.rotated, spec.max_position)
+    table = loader.rope_table(config.rope, config.attention.rotated_width, spec.max_position)
     local = table
     if config.local_rope is not None and config.local_rope != config.rope:
-        local = loader.rope_table(config.local_rope, config.attention.rotated, spec.max_position)
+        local = loader.rope_table(config.local_rope, config.attention.rotated_width, spec.max_position)
     return tuple(
         _block(config, loader, table if window is None else local, layer, layer in spec.moe_layers, window)
         for layer, window in enumerate(spec.sliding_windows)
@@ -194,7 +198,7 @@ def prediction_layer(config: Config, loader: Loader) -> PredictionLayer:
     """Loads the first layer after the others, which predicts the token after the next one. It has routed
     experts."""
     name, hidden, spec = f"model.layers.{config.num_layers}", config.hidden_size, config.spec
-    table = loader.rope_table(config.rope, config.attention.rotated, spec.max_position)
+    table = loader.rope_table(config.rope, config.attention.rotated_width, spec.max_position)
     return PredictionLayer(
         layer=config.num_layers,
         kernels=loader.kernels,
@@ -224,8 +228,8 @@ def _block(
 
 def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
     names, sizes = config.names, (config.num_experts, config.hidden_size)
-    gate = loader.found(name, names.gates, ".weight")
-    correction = loader.found(name, names.corrections) if names.corrections else None
+    gate = loader.find_name(name, names.gates, ".weight")
+    correction = loader.find_name(name, names.corrections) if names.corrections else None
     return load_gate(loader, gate, config.gating, *sizes, correction, names.correction_axes)
 
 
@@ -235,5 +239,5 @@ def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP 
         return loader.mlp(f"{name}.mlp", config.hidden_size, config.dense_width)
     if not config.shared_experts:
         return None
-    shared = loader.found(name, config.names.shared, ".gate_proj.weight")
+    shared = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")
     return loader.mlp(shared, config.hidden_size, config.expert_width * config.shared_experts)

@@ -17,7 +17,7 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.states import LayerStates
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Projected
+from moesaic.models.block import Projections
 from moesaic.models.layers import Projection
 from moesaic.models.loader import Loader
 
@@ -31,14 +31,14 @@ class ShortConvolution:
     """[c, h] each: the projections to B, C and x."""
     taps: torch.Tensor
     """[c, taps] float32. The channels of one tap lie together."""
-    out: Projection
+    out_proj: Projection
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h] -> query: B * x [n, c], which the convolution mixes; key: C [n, c]."""
         before, after, value = self.kernels.linears(rows, self.inputs, [None, None, None])
-        return Projected(query=self.kernels.times(before, value), key=after, value=None)
+        return Projections(query=self.kernels.times(before, value), key=after, value=None)
 
-    def recur(self, rows: Projected, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
+    def recur(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Rows of `project` -> [n, c]. Changes `states`."""
         mixed = self.kernels.convolve(rows.query, self.taps, states, batch, activate=False)
         return self.kernels.times(mixed, rows.key)
@@ -47,9 +47,9 @@ class ShortConvolution:
         """The same convolution, whose `recur` runs on a CPU with these kernels. Its taps are on a CPU."""
         return replace(self, kernels=kernels)
 
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
+    def output(self, attention_output: torch.Tensor) -> torch.Tensor:
         """[n, c] -> [n, h]."""
-        return self.kernels.linear(attended, self.out.weight, self.out.bias)
+        return self.kernels.linear(attention_output, self.out_proj.weight, self.out_proj.bias)
 
 
 def load(loader: Loader, name: str, hidden: int, taps: int) -> ShortConvolution:
@@ -63,5 +63,5 @@ def load(loader: Loader, name: str, hidden: int, taps: int) -> ShortConvolution:
         kernels=loader.kernels,
         inputs=(before, after, value),
         taps=weight.t().contiguous().t(),
-        out=loader.output_projection(f"{name}.out_proj", hidden, hidden, channels),
+        out_proj=loader.output_projection(f"{name}.out_proj", hidden, hidden, channels),
     )

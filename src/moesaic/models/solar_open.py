@@ -11,11 +11,11 @@ from typing import Any
 from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_corrected
-from moesaic.models.grouped import GroupedQuery
+from moesaic.models.grouped_query import GroupedQuery
 from moesaic.models.loader import read_heads
-from moesaic.models.shared_experts import UNUSED, Config, blocks, expert_names, num_layers, read
+from moesaic.models.shared_experts import UNUSED_TENSORS, Config, blocks, expert_names, num_layers, read
 
-__all__ = ["UNUSED", "blocks", "expert_names", "parse"]
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 10240,
@@ -37,10 +37,10 @@ DEFAULTS = {
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
-    fields.only("model_type", "solar_open")
-    fields.only("first_k_dense_replace", 0)
-    fields.only("use_qk_norm", False)
-    fields.only("partial_rotary_factor", 1.0, 1, None, why="this model rotates whole heads")
+    fields.require_value("model_type", "solar_open")
+    fields.require_value("first_k_dense_replace", 0)
+    fields.require_value("use_qk_norm", False)
+    fields.require_value("partial_rotary_factor", 1.0, 1, None, reason="this model rotates whole heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 1e6)
     heads = replace(read_heads(fields, fields.number("rms_norm_eps")), out_bias=False)
     attention = GroupedQuery(heads, heads.width)

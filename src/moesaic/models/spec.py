@@ -81,7 +81,7 @@ class ModelSpec:
         """Layers that have keys and values in the KV cache."""
         return self.num_layers - len(self.state_layers) + self.predicting
 
-    def routed(self, origin: str) -> RoutedModel:
+    def to_routed_model(self, origin: str) -> RoutedModel:
         """How recorded routing describes this model. origin: see `models.fingerprint.origin`."""
         name = model_name(self.moe_layers, self.num_experts, self.hidden_size, self.expert_width, origin)
         sizes = self.vocab_size, self.num_experts, self.top_k

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.models.block import Projected
+from moesaic.models.block import Projections
 from moesaic.models.layers import GroupedQueryAttention
 from moesaic.models.loader import Heads, Loader, columns_of
 from moesaic.models.rope import RopeTable
@@ -32,23 +32,23 @@ class WholeNormAttention(GroupedQueryAttention):
     clip: float | None
     """Greatest absolute value of a query, key or value before the rotation. None: no limit."""
 
-    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projected:
+    def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h], positions [n] -> rotated query and key, and the value, of this rank's heads."""
         parts = (self.query, self.key, self.value)
         query, key, value = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
         del rows  # free megabytes of memory if there are many rows
-        query = self._limited(self._normed(query, self.query_norm))[:, self.query_columns]
-        key = self._limited(self._normed(key, self.key_norm))[:, self.key_columns]
-        return Projected(
+        query = self._clip(self._apply_norm(query, self.query_norm))[:, self.query_columns]
+        key = self._clip(self._apply_norm(key, self.key_norm))[:, self.key_columns]
+        return Projections(
             query=self._rotate(query, positions, None),
             key=self._rotate(key, positions, None),
-            value=self._limited(value).view(-1, value.shape[1] // self.head_width, self.head_width),
+            value=self._clip(value).view(-1, value.shape[1] // self.head_width, self.head_width),
         )
 
-    def _normed(self, rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def _apply_norm(self, rows: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return rows if weight is None else self.kernels.rms_norm(rows, weight, self.epsilon)
 
-    def _limited(self, rows: torch.Tensor) -> torch.Tensor:
+    def _clip(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.clip is None else self.kernels.clip(rows, self.clip)
 
 
@@ -67,7 +67,9 @@ def whole_norm_attention(
         query=loader.projection(f"{name}.q_proj", query_width, hidden, bias),
         key=loader.projection(f"{name}.k_proj", key_width, hidden, bias),
         value=loader.input_projection(f"{name}.v_proj", key_width, hidden, key_columns, bias),
-        out=loader.output_projection(f"{name}.o_proj", hidden, query_width, query_columns, sizes.out_bias),
+        out_proj=loader.output_projection(
+            f"{name}.o_proj", hidden, query_width, query_columns, sizes.out_bias
+        ),
         query_norm=loader.exact(f"{name}.q_norm.weight", query_width),
         key_norm=loader.exact(f"{name}.k_norm.weight", key_width),
         epsilon=sizes.epsilon,

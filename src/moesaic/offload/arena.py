@@ -14,7 +14,7 @@ class Arena:
 
     >>> arena = Arena(3 * 4096)
     >>> first, second = arena.take(5000), arena.take(4096)
-    >>> len(first), second.data_ptr() - first.data_ptr(), arena.used
+    >>> len(first), second.data_ptr() - first.data_ptr(), arena.used_bytes
     (5000, 8192, 12288)
 
     Raises ConfigError for a size below one page or beyond what the system can map.
@@ -22,7 +22,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         self.size = size // ALIGNMENT * ALIGNMENT
-        self.used = 0
+        self.used_bytes = 0
         """Bytes handed out. Each portion is rounded up to pages."""
         if self.size <= 0:
             raise ConfigError.field("fast memory", size, f"at least {ALIGNMENT} bytes")
@@ -32,9 +32,9 @@ class Arena:
             raise ConfigError.field("fast memory", size, f"what can be mapped ({error})") from error
 
     @property
-    def left(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that `take` can still hand out."""
-        return self.size - self.used
+        return self.size - self.used_bytes
 
     def take(self, size: int) -> torch.Tensor:
         """Returns [size] uint8 zeros at a multiple of ALIGNMENT. They keep the arena's memory alive.
@@ -42,9 +42,9 @@ class Arena:
         This writes to each page once, because the first pass would otherwise wait for page faults: half a
         second for 270 MiB. Raises ConfigError and hands out nothing if fewer than `size` bytes are left.
         """
-        begin, rounded = self.used, -(-size // ALIGNMENT) * ALIGNMENT
-        if rounded > self.left:
+        begin, rounded = self.used_bytes, -(-size // ALIGNMENT) * ALIGNMENT
+        if rounded > self.free_bytes:
             raise ConfigError.field("fast memory", begin + rounded, f"at most {self.size} bytes")
-        self.used += rounded
+        self.used_bytes += rounded
         self._memory[begin : begin + rounded : ALIGNMENT] = 0
         return self._memory[begin : begin + size]

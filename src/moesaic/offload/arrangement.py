@@ -21,11 +21,11 @@ class Run:
     file: Path
     offset: int
     """Byte offset of the first block in the file."""
-    at: int
+    memory_offset: int
     """Byte offset of the first block in memory."""
     size: int
     """Size in bytes, a multiple of the block size."""
-    needed: int
+    required_bytes: int
     """Bytes up to the end of the last tensor. The file may end there, before the block does."""
 
 
@@ -37,29 +37,29 @@ class Arrangement:
     >>> file = Path("a")
     >>> places = [Place(file, 5000, 3000, "F32", ()), Place(file, 100, 4000, "F32", ())]
     >>> found = Arrangement([*places, Place(file, 20480, 10, "F32", ())])
-    >>> [(run.offset, run.at, run.size) for run in found.runs], found.size
+    >>> [(run.offset, run.memory_offset, run.size) for run in found.runs], found.size
     ([(0, 0, 8192), (20480, 8192, 4096)], 12288)
-    >>> found.at[places[0]], found.span(places[0])
+    >>> found.memory_offsets[places[0]], found.span(places[0])
     (5000, (4096, 8192))
     """
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.runs: list[Run] = []
-        self.at: dict[Place, int] = {}
+        self.memory_offsets: dict[Place, int] = {}
         """Tensor -> byte offset of its first byte in memory."""
         for place in sorted(places, key=lambda place: (place.file, place.offset)):
             self._add(place)
-        self._starts = [run.at for run in self.runs]
+        self._starts = [run.memory_offset for run in self.runs]
 
     @property
     def size(self) -> int:
         """Bytes of memory, a multiple of the block size."""
-        return self.runs[-1].at + self.runs[-1].size if self.runs else 0
+        return self.runs[-1].memory_offset + self.runs[-1].size if self.runs else 0
 
     def span(self, place: Place) -> Span:
         """The blocks of memory that contain a part of one tensor."""
-        at = self.at[place]
-        return _down(at), _up(at + place.size)
+        at = self.memory_offsets[place]
+        return _round_down(at), _round_up(at + place.size)
 
     def page(self, page: int, pages: int) -> Span:
         """The blocks of page number `page` of `pages`. Page sizes differ by at most one block."""
@@ -73,23 +73,23 @@ class Arrangement:
         for run in self.runs[first:]:
             if at >= end:
                 return
-            stop = min(end, run.at + run.size)
+            stop = min(end, run.memory_offset + run.size)
             yield run, (at, stop)
             at = stop
 
     def _add(self, place: Place) -> None:
         """Adds a tensor whose offset is not below those of its file that were added before."""
-        begin, end = _down(place.offset), _up(place.offset + place.size)
+        begin, end = _round_down(place.offset), _round_up(place.offset + place.size)
         run = self.runs[-1] if self.runs else None
         if run is None or run.file != place.file or begin > run.offset + run.size:
             run = Run(place.file, begin, self.size, 0, 0)
             self.runs.append(run)
         run.size = max(run.size, end - run.offset)
-        run.needed = max(run.needed, place.offset + place.size - run.offset)
-        self.at[place] = run.at + place.offset - run.offset
+        run.required_bytes = max(run.required_bytes, place.offset + place.size - run.offset)
+        self.memory_offsets[place] = run.memory_offset + place.offset - run.offset
 
 
-def merged(spans: Iterable[Span]) -> Iterator[Span]:
+def merge_spans(spans: Iterable[Span]) -> Iterator[Span]:
     """Joins sorted spans that touch or overlap."""
     begin = end = 0
     for first, last in spans:
@@ -102,9 +102,9 @@ def merged(spans: Iterable[Span]) -> Iterator[Span]:
         yield begin, end
 
 
-def _down(number: int) -> int:
+def _round_down(number: int) -> int:
     return number // ALIGNMENT * ALIGNMENT
 
 
-def _up(number: int) -> int:
+def _round_up(number: int) -> int:
     return -(-number // ALIGNMENT) * ALIGNMENT

@@ -16,7 +16,7 @@ from moesaic.core.stored import COMPRESSED, is_packed
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
-from moesaic.offload.weights import DTYPES, Files, Memory, Plan, Streamed, views
+from moesaic.offload.weights import DTYPES, Files, Memory, Plan, StreamedExperts, views
 
 Expert = tuple[torch.Tensor, ...]
 """Gate, up and down, and their biases if there are some."""
@@ -55,39 +55,43 @@ class StoredReader:
         return tuple(found[part] for part in parts)
 
 
-class StreamedByExpert(Streamed):
+class StreamedByExpert(StreamedExperts):
     """As Streamed, of the same arguments. On a CPU, over a disk only.
 
     A page is a number of whole experts. `take_place` may change which experts stay.
     """
 
     def load_static(self) -> int:
-        return sum(self._reader.load(*key, self._kept[key]) for key in sorted(self._kept))
+        return sum(self._reader.load(*key, self._static_places[key]) for key in sorted(self._static_places))
 
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
         if not 0 <= page < pages:
             raise ValueError(f"page {page} of {pages}")
-        away = self._plan.away(layer)
+        away = self._plan.list_streamed(layer)
         first, last = (number * len(away) // pages for number in (page, page + 1))
         return self.load_chosen(count, layer, away[first:last])
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
-        away = self._away[layer]
-        wanted = sorted({int(expert) for expert in experts if (layer, int(expert)) not in self._kept})
+        away = self._streamed_places[layer]
+        wanted = sorted(
+            {int(expert) for expert in experts if (layer, int(expert)) not in self._static_places}
+        )
         return sum(self._reader.load(layer, expert, away[expert][count % 2]) for expert in wanted)
 
-    def take_place(self, layer: int, out: int, new: int) -> int:
-        """Reads the expert `new` to the place of `out`, which stayed until now. Returns the bytes read.
+    def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
+        """Reads the expert `new_expert` to the place of `evicted_expert`, which stayed until now. Returns the
+        bytes read.
 
-        From now on `new` stays and `out` is streamed. No other thread may compute this layer meanwhile.
+        From now on `new_expert` stays and `evicted_expert` is streamed. No other thread may compute this
+        layer meanwhile.
         """
-        place = self._kept[layer, out]
-        size = self._reader.load(layer, new, place)
-        self._away[layer][out] = self._away[layer].pop(new)
-        del self._kept[layer, out]
-        self._kept[layer, new] = place
-        self._plan.kept ^= {(layer, out), (layer, new)}
-        self.static[layer] = self.static[layer] - {out} | {new}
+        place = self._static_places[layer, evicted_expert]
+        size = self._reader.load(layer, new_expert, place)
+        self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
+        del self._static_places[layer, evicted_expert]
+        self._static_places[layer, new_expert] = place
+        self._plan.static_keys ^= {(layer, evicted_expert), (layer, new_expert)}
+        self.static[layer] = self.static[layer] - {evicted_expert} | {new_expert}
         self._experts.update({(layer, slot): self._weights(layer, slot) for slot in (0, 1)})
         return size
 
@@ -95,33 +99,37 @@ class StreamedByExpert(Streamed):
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return memory_of(plan, layout, *StoredReader.sizes(plan, layout))
 
-    def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
+    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
         """The reader, and the bytes of a place."""
         return StoredReader(self._plan, layout, self._files), StoredReader.sizes(self._plan, layout)[0]
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
         self._layout = layout
-        self._reader, size = self._made_reader(layout)
-        self._kept = dict(zip(sorted(self._plan.kept), places_of(self._static, size), strict=False))
-        self._away = {
+        self._reader, size = self._create_reader(layout)
+        self._static_places = dict(
+            zip(sorted(self._plan.static_keys), places_of(self._static, size), strict=False)
+        )
+        self._streamed_places = {
             layer: {
                 expert: both
                 for expert, *both in zip(
-                    self._plan.away(layer), *(places_of(each, size) for each in self._slots), strict=False
+                    self._plan.list_streamed(layer),
+                    *(places_of(each, size) for each in self._slots),
+                    strict=False,
                 )
             }
             for layer in layout.layers
         }
-        self.static = {layer: frozenset(self._kept_of(layer)) for layer in layout.layers}
+        self.static = {layer: frozenset(self._select_static_places(layer)) for layer in layout.layers}
         """Layer -> the experts that stay now."""
         return {(layer, slot): self._weights(layer, slot) for layer in layout.layers for slot in (0, 1)}
 
-    def _kept_of(self, layer: int) -> dict[int, torch.Tensor]:
-        return {expert: place for (of, expert), place in self._kept.items() if of == layer}
+    def _select_static_places(self, layer: int) -> dict[int, torch.Tensor]:
+        return {expert: place for (of, expert), place in self._static_places.items() if of == layer}
 
     def _weights(self, layer: int, slot: int) -> ExpertWeights:
-        away = {expert: slots[slot] for expert, slots in self._away[layer].items()}
-        return weights_in(self._reader, self._layout, layer, self._kept_of(layer) | away)
+        away = {expert: slots[slot] for expert, slots in self._streamed_places[layer].items()}
+        return weights_in(self._reader, self._layout, layer, self._select_static_places(layer) | away)
 
 
 def weights_in(
@@ -131,13 +139,15 @@ def weights_in(
     held = {expert: reader.tensors(layer, expert, place) for expert, place in places.items()}
     dtype = layout.dtype_of(layer)
     packed = dtype if is_packed(dtype) else COMPRESSED
-    return ExpertWeights.of_held(layout.num_experts, held, PARTS[layout.form], layout.activation, packed)
+    return ExpertWeights.from_resident(
+        layout.num_experts, held, PARTS[layout.form], layout.activation, packed
+    )
 
 
 def memory_of(plan: Plan, layout: ExpertLayout, place: int, staging: int) -> Memory:
     """The memory of experts that stay and of two slots. place: bytes of the place of one expert."""
-    most = max(len(plan.away(layer)) for layer in layout.layers)
-    return Memory(whole_blocks(len(plan.kept) * place), whole_blocks(most * place), staging)
+    most = max(len(plan.list_streamed(layer)) for layer in layout.layers)
+    return Memory(whole_blocks(len(plan.static_keys) * place), whole_blocks(most * place), staging)
 
 
 def whole_blocks(size: int) -> int:

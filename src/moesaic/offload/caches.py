@@ -14,11 +14,11 @@ from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Block
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import KVLayout
 from moesaic.offload.link import Link
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 
 CPU = torch.device("cpu")
 BoolArray = npt.NDArray[np.bool_]
@@ -31,15 +31,15 @@ class Cache(Protocol):
         """Returns the attention metadata of a micro-batch's rows."""
         ...
 
-    def load(self, layer: int, part: Part) -> None:
+    def load(self, layer: int, part: MicroBatch) -> None:
         """Copies the cache blocks that the micro-batch attends to."""
         ...
 
-    def attend(self, layer: int, block: Block, part: Part) -> None:
+    def attend(self, layer: int, block: Block, part: MicroBatch) -> None:
         """Stores the rows' keys and values, and sets `part.attended` to the attention output."""
         ...
 
-    def save(self, layer: int, part: Part) -> None:
+    def save(self, layer: int, part: MicroBatch) -> None:
         """Copies the rows' keys and values to the level that stores the cache."""
         ...
 
@@ -47,12 +47,12 @@ class Cache(Protocol):
 class CacheAttention:
     """Attention over a cache that holds the rows' keys and values. offload.padding overrides it."""
 
-    def _over(
-        self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: Part
+    def _compute_attention(
+        self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: MicroBatch
     ) -> torch.Tensor:
         """Returns the attention output [n, Hq * dv]."""
-        assert part.projected is not None
-        return block.attention(part.projected.query, keys, values, part.attention)
+        assert part.projections is not None
+        return block.attention(part.projections.query, keys, values, part.attention)
 
 
 class ResidentCache(CacheAttention):
@@ -65,16 +65,16 @@ class ResidentCache(CacheAttention):
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         return AttentionBatch.build(batch, self._block_size, self._kv.device)
 
-    def load(self, layer: int, part: Part) -> None:
+    def load(self, layer: int, part: MicroBatch) -> None:
         """Does nothing: the cache is already there."""
 
-    def attend(self, layer: int, block: Block, part: Part) -> None:
-        rows, kv = part.projected, self._kv
+    def attend(self, layer: int, block: Block, part: MicroBatch) -> None:
+        rows, kv = part.projections, self._kv
         assert rows is not None
         kv.write(layer, rows.key, rows.value, part.attention.slots)
-        part.attended = self._over(block, kv.keys(layer), kv.values(layer), part)
+        part.attention_output = self._compute_attention(block, kv.keys(layer), kv.values(layer), part)
 
-    def save(self, layer: int, part: Part) -> None:
+    def save(self, layer: int, part: MicroBatch) -> None:
         """Does nothing: the cache is already there."""
 
 
@@ -93,8 +93,8 @@ class MovingCache(CacheAttention):
         layout: KVLayout,
         block_size: int,
         kernels: Kernels,
-        down: Link,
-        up: Link,
+        load_link: Link,
+        save_link: Link,
         device: torch.device = CPU,
         fast: PagedKV | None = None,
     ) -> None:
@@ -105,14 +105,14 @@ class MovingCache(CacheAttention):
         self._layout = layout
         self._block_size = block_size
         self._kernels, self._device = kernels, device
-        self._down, self._up = down, up
+        self._load_link, self._save_link = load_link, save_link
         self._free: list[PagedKV] = []
         """Caches on the fast level that no micro-batch uses. Fresh ones would cause page faults again."""
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
-        return AttentionBatch.build(self._here(batch), self._block_size, self._device)
+        return AttentionBatch.build(self._renumber_blocks(batch), self._block_size, self._device)
 
-    def load(self, layer: int, part: Part) -> None:
+    def load(self, layer: int, part: MicroBatch) -> None:
         known, held = self._blocks(part.batch)
         kv, blocks = self._room(int(held.sum())), part.batch.block_tables[known]
         slow = torch.from_numpy(blocks[blocks >= self._fast_blocks] - self._fast_blocks)
@@ -125,24 +125,24 @@ class MovingCache(CacheAttention):
             sides.append((kv.values(0), self._kv.values(layer), here))
         for target, below, here in sides:
             if first:
-                self._down.gather(target[:first], below, slow)
+                self._load_link.gather(target[:first], below, slow)
             if here is not None and last > first:
                 torch.index_select(here, 0, fast, out=target[first:last])
         part.local[layer] = kv
 
-    def attend(self, layer: int, block: Block, part: Part) -> None:
+    def attend(self, layer: int, block: Block, part: MicroBatch) -> None:
         if layer not in part.local:
             self.load(layer, part)
-        kv, rows = part.local.pop(layer), part.projected
+        kv, rows = part.local.pop(layer), part.projections
         assert rows is not None
         kv.write(0, rows.key, rows.value, part.attention.slots)
-        part.attended = self._over(block, kv.keys(0), kv.values(0), part)
-        part.written[layer] = rows.key, rows.value
-        self._down.finish()  # afterwards another micro-batch may use these blocks
+        part.attention_output = self._compute_attention(block, kv.keys(0), kv.values(0), part)
+        part.unsaved_rows[layer] = rows.key, rows.value
+        self._load_link.finish()  # afterwards another micro-batch may use these blocks
         self.take_back(kv)
 
-    def save(self, layer: int, part: Part) -> None:
-        key, value = part.written.pop(layer)
+    def save(self, layer: int, part: MicroBatch) -> None:
+        key, value = part.unsaved_rows.pop(layer)
         slots = AttentionBatch.build(part.batch, self._block_size).slots
         first = self._fast_blocks * self._block_size
         if self._fast is not None and bool((slots < first).any()):
@@ -153,8 +153,8 @@ class MovingCache(CacheAttention):
             key, slots = key[others], slots[~stays]
             value = None if value is None else value[others]
         if len(slots):
-            above = None if value is None else self._up.copy(value)
-            self._kv.write(layer, self._up.copy(key), above, slots - first)
+            above = None if value is None else self._save_link.copy(value)
+            self._kv.write(layer, self._save_link.copy(key), above, slots - first)
 
     def take_back(self, kv: PagedKV) -> None:
         """Takes back blocks that `load` gave to a part, once the part does not need them."""
@@ -169,7 +169,7 @@ class MovingCache(CacheAttention):
         dtype, size = self._kv.keys(0).dtype, self._block_size
         return PagedKV(self._layout, 1, blocks, size, dtype, self._device, self._kernels)
 
-    def _here(self, batch: TokenBatch) -> TokenBatch:
+    def _renumber_blocks(self, batch: TokenBatch) -> TokenBatch:
         """Renumbers the batch's blocks for a cache of its own: those of the slow level, those of the fast
         one, then the new ones."""
         known, held = self._blocks(batch)
@@ -199,28 +199,28 @@ class HybridCache:
     """
 
     def __init__(
-        self, paged: Cache, states: StateCache, state_layers: Collection[int], num_layers: int
+        self, paged_cache: Cache, states: StateCache, state_layers: Collection[int], num_layers: int
     ) -> None:
-        self._paged, self._states = paged, states
-        others = [layer for layer in range(num_layers) if layer not in state_layers]
-        self._of_paged = {layer: index for index, layer in enumerate(others)}
-        self._of_states = {layer: index for index, layer in enumerate(sorted(state_layers))}
+        self._paged_cache, self._states = paged_cache, states
+        kv_layers = [layer for layer in range(num_layers) if layer not in state_layers]
+        self._paged_layers = {layer: index for index, layer in enumerate(kv_layers)}
+        self._state_layers = {layer: index for index, layer in enumerate(sorted(state_layers))}
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
-        return self._paged.attention(batch)
+        return self._paged_cache.attention(batch)
 
-    def load(self, layer: int, part: Part) -> None:
-        if layer in self._of_paged:
-            self._paged.load(self._of_paged[layer], part)
+    def load(self, layer: int, part: MicroBatch) -> None:
+        if layer in self._paged_layers:
+            self._paged_cache.load(self._paged_layers[layer], part)
 
-    def attend(self, layer: int, block: Block, part: Part) -> None:
-        if layer in self._of_paged:
-            self._paged.attend(self._of_paged[layer], block, part)
+    def attend(self, layer: int, block: Block, part: MicroBatch) -> None:
+        if layer in self._paged_layers:
+            self._paged_cache.attend(self._paged_layers[layer], block, part)
             return
-        assert part.projected is not None
-        states = self._states.layer(self._of_states[layer])
-        part.attended = block.recurrence(part.projected, states, part.attention)
+        assert part.projections is not None
+        states = self._states.layer(self._state_layers[layer])
+        part.attention_output = block.recurrence(part.projections, states, part.attention)
 
-    def save(self, layer: int, part: Part) -> None:
-        if layer in self._of_paged:
-            self._paged.save(self._of_paged[layer], part)
+    def save(self, layer: int, part: MicroBatch) -> None:
+        if layer in self._paged_layers:
+            self._paged_cache.save(self._paged_layers[layer], part)

@@ -16,10 +16,10 @@ import torch
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.offload.arrangement import Span, merged
+from moesaic.offload.arrangement import Span, merge_spans
 from moesaic.offload.link import Link
 from moesaic.offload.reading import ALIGNMENT
-from moesaic.offload.weights import Streamed
+from moesaic.offload.weights import StreamedExperts
 
 PIECE = 64 << 20
 """Bytes of pinned memory through which static experts are copied if no layer is streamed."""
@@ -45,35 +45,35 @@ class DeviceLink(Link):
         self._computes = torch.cuda.current_stream(device)
         """The stream of the thread that creates the link, which is the fast processor's thread."""
 
-    def down(self, source: torch.Tensor) -> torch.Tensor:
+    def copy_to_device(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a copy in the device's memory."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         held = source if source.is_pinned() else pinned_memory(source.shape, source.dtype).copy_(source)
         self.send(target, held)
         return target
 
-    def up(self, source: torch.Tensor) -> torch.Tensor:
+    def copy_to_host(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a copy in pinned memory. The copy is complete when this returns."""
         target = pinned_memory(source.shape, source.dtype)
         target.copy_(source, non_blocking=True)
         self.finish()
-        self.moved += target.nbytes
+        self.copied_bytes += target.nbytes
         return target
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a dense copy on the other side: on the device for CPU tensors, in RAM for others."""
-        return self.down(source) if source.device.type == "cpu" else self.up(source)
+        return self.copy_to_device(source) if source.device.type == "cpu" else self.copy_to_host(source)
 
-    def gather(self, target: torch.Tensor, source: torch.Tensor, chosen: torch.Tensor) -> None:
+    def gather(self, target: torch.Tensor, source: torch.Tensor, indices: torch.Tensor) -> None:
         """Copies source[chosen] [c, ...] from RAM to target [c, ...] on the device."""
         held = pinned_memory(target.shape, target.dtype)
-        self.send(target, torch.index_select(source, 0, chosen, out=held))
+        self.send(target, torch.index_select(source, 0, indices, out=held))
 
-    def send(self, target: torch.Tensor, pinned: torch.Tensor) -> None:
+    def send(self, target: torch.Tensor, pinned_source: torch.Tensor) -> None:
         """Submits a copy to the device; `finish` waits for it."""
-        target.copy_(pinned, non_blocking=True)
+        target.copy_(pinned_source, non_blocking=True)
         target.record_stream(self._computes)  # the memory is not reused before the fast processor has read it
-        self.moved += target.nbytes
+        self.copied_bytes += target.nbytes
 
     def finish(self) -> None:
         """Waits until the device has done this thread's work. It sleeps, since other work needs the cores."""
@@ -91,7 +91,7 @@ class DeviceLink(Link):
         event.record(torch.cuda.current_stream(self._device))
 
 
-class Staged(Streamed):
+class StagedExperts(StreamedExperts):
     """Routed experts on a device, over files in RAM.
 
     Pages are copied through pinned memory with room for one layer (MoE-Lightning, appendix A.1). `stage_page`
@@ -106,24 +106,26 @@ class Staged(Streamed):
         layout: ExpertLayout,
         static: Mapping[int, Sequence[int]],
         memory: DeviceMemory,
-        down: DeviceLink,
-        owned: Mapping[int, Sequence[int]] | None = None,
+        load_link: DeviceLink,
+        owned_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(path, layout, static, memory, link=Link(), owned=owned)
-        self._down = down
+        super().__init__(path, layout, static, memory, link=Link(), owned_experts=owned_experts)
+        self._load_link = load_link
         self._pinned = pinned_memory((self.memory.slot or min(self.memory.static, PIECE),), torch.uint8)
 
     def load_static(self) -> int:
         size, total = len(self._pinned), self.memory.static
         for begin in range(0, total, size or 1):
             end = min(begin + size, total)
-            self._read(self._plan.static, [(begin, end)], self._pinned, begin)
-            self._down.send(self._static[begin:end], self._pinned[: end - begin])
-            self._down.finish()
+            self._read(self._plan.static_arrangement, [(begin, end)], self._pinned, begin)
+            self._load_link.send(self._static[begin:end], self._pinned[: end - begin])
+            self._load_link.finish()
         return total
 
     def stage_page(self, layer: int, page: int, pages: int) -> int:
-        return self._read(self._plan.streamed[layer], [self._page(layer, page, pages)], self._pinned)
+        return self._read(
+            self._plan.streamed_arrangements[layer], [self._page(layer, page, pages)], self._pinned
+        )
 
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
         return self._send(count, [self._page(layer, page, pages)])
@@ -134,14 +136,14 @@ class Staged(Streamed):
         So a page can be staged when the same page of the layer before has been loaded, even though other
         pages of that layer have not. A smaller layer has smaller last pages.
         """
-        blocks, size = self.memory.slot // ALIGNMENT, self._plan.streamed[layer].size
+        blocks, size = self.memory.slot // ALIGNMENT, self._plan.streamed_arrangements[layer].size
         begin, end = (min(place * blocks // pages * ALIGNMENT, size) for place in (page, page + 1))
         return begin, end
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
         """Copies one range to the device while it reads the next one into pinned memory."""
-        loaded, arranged = 0, self._plan.streamed[layer]
-        for span in merged(self._spans(layer, experts)):
+        loaded, arranged = 0, self._plan.streamed_arrangements[layer]
+        for span in merge_spans(self._spans(layer, experts)):
             self._read(arranged, [span], self._pinned)
             loaded += self._send(count, [span])
         return loaded
@@ -149,7 +151,7 @@ class Staged(Streamed):
     def _send(self, count: int, spans: Iterable[Span]) -> int:
         slot, total = self._slots[count % 2], 0
         for begin, end in spans:
-            self._down.send(slot[begin:end], self._pinned[begin:end])
+            self._load_link.send(slot[begin:end], self._pinned[begin:end])
             total += end - begin
         return total
 

@@ -20,7 +20,7 @@ from moesaic.policy.offloading.tasks import Kind, Lane, Task
 from moesaic.policy.offloading.timeline import Timeline
 
 Setup = Callable[[Lane], AbstractContextManager[object]]
-Do = Callable[[Task], object]
+RunTask = Callable[[Task], object]
 Clock = Callable[[], float]
 
 
@@ -38,7 +38,7 @@ class Lanes:
         self._setup, self._clock = setup, clock
         self._threads: dict[Lane, _LaneThread] = {}
         self._stack = ExitStack()
-        self._unsettled: _Run | None = None
+        self._unfinished_run: _Run | None = None
 
     def __enter__(self) -> Lanes:
         self._stack.enter_context(self._setup(Lane.FAST))
@@ -51,7 +51,7 @@ class Lanes:
                 thread.close()
             self._threads.clear()
 
-    def run(self, tasks: Sequence[Task], do: Do) -> Timeline:
+    def run(self, tasks: Sequence[Task], run_task: RunTask) -> Timeline:
         """Runs every task: calls `do(task)` in its lane's thread, except for Kind.SYNC.
 
         Returns when each task began and ended, in seconds since this run began, and each lane's busy time.
@@ -64,14 +64,14 @@ class Lanes:
         read. They begin at 1, 3, 5 and end at 2, 4, 6. Busy: fast 2, down 1.
         """
         self._settle()
-        self._unsettled = run = _Run(tasks, do, self._clock)
+        self._unfinished_run = run = _Run(tasks, run_task, self._clock)
         with run:
             for lane in run.lanes:
                 if lane is not Lane.FAST:
                     self._thread(lane).post(run)
             run.work(Lane.FAST)
             self._wait()
-            self._unsettled = None
+            self._unfinished_run = None
         self._settle()
         return run.result()
 
@@ -82,10 +82,10 @@ class Lanes:
 
     def _settle(self) -> None:
         """Stops the lanes after a run that was interrupted, and waits for them."""
-        if self._unsettled is not None:
-            self._unsettled.stop()
+        if self._unfinished_run is not None:
+            self._unfinished_run.stop()
             self._wait()
-            self._unsettled = None
+            self._unfinished_run = None
 
     def _wait(self) -> None:
         for thread in self._threads.values():
@@ -108,7 +108,7 @@ class _LaneThread:
 
     def wait(self) -> None:
         """Waits until the thread has done everything that was posted."""
-        done = _taken()
+        done = _acquire_new_lock()
         self._calls.put(done.release)
         done.acquire()
 
@@ -133,16 +133,16 @@ class _LaneThread:
 class _Run:
     """One run of a task list. As a context manager it records a lane's error and stops all lanes."""
 
-    def __init__(self, tasks: Sequence[Task], do: Do, clock: Clock) -> None:
-        self._tasks, self._do, self._clock = tasks, do, clock
+    def __init__(self, tasks: Sequence[Task], run_task: RunTask, clock: Clock) -> None:
+        self._tasks, self._run_task, self._clock = tasks, run_task, clock
         self.lanes = _tasks_by_lane(tasks)
         self._mutex = Lock()  # guards the fields below
-        self._ended = [False] * len(tasks)
-        self._awaited: dict[int, list[Lane]] = {}
+        self._is_finished = [False] * len(tasks)
+        self._waiting_lanes: dict[int, list[Lane]] = {}
         """Task -> lanes that sleep until it has ended."""
-        self._wakeups = {lane: _taken() for lane in self.lanes}
+        self._wakeups = {lane: _acquire_new_lock() for lane in self.lanes}
         """Lane -> lock that is released to wake the lane."""
-        self._stopped = False
+        self._is_stopped = False
         self._error: BaseException | None = None
         self._starts, self._ends = [0.0] * len(tasks), [0.0] * len(tasks)
         self._zero = clock()
@@ -158,7 +158,7 @@ class _Run:
     def stop(self, error: BaseException | None = None) -> None:
         """Lets no further task begin. Only the first error is kept."""
         with self._mutex:
-            self._stopped = True
+            self._is_stopped = True
             if self._error is None:
                 self._error = error
             for wakeup in self._wakeups.values():
@@ -170,29 +170,29 @@ class _Run:
         for index in self.lanes.get(lane, ()):
             task = self._tasks[index]
             for need in reversed(task.needs):  # wait for the latest first: usually the others have ended then
-                if not self._ended[need]:
+                if not self._is_finished[need]:
                     self._sleep_until(need, lane)
-            if self._stopped:
+            if self._is_stopped:
                 return
             self._starts[index] = self._clock() - self._zero
             if task.kind is not Kind.SYNC:
-                self._do(task)
+                self._run_task(task)
             self._ends[index] = self._clock() - self._zero
             self._end(index)
 
     def _sleep_until(self, need: int, lane: Lane) -> None:
         with self._mutex:
-            if self._ended[need] or self._stopped:
+            if self._is_finished[need] or self._is_stopped:
                 return
-            self._awaited.setdefault(need, []).append(lane)
+            self._waiting_lanes.setdefault(need, []).append(lane)
         self._wakeups[lane].acquire()
 
     def _end(self, index: int) -> None:
         with self._mutex:
-            self._ended[index] = True
-            if self._stopped:
+            self._is_finished[index] = True
+            if self._is_stopped:
                 return  # `stop` has already woken all lanes
-            for lane in self._awaited.pop(index, ()):
+            for lane in self._waiting_lanes.pop(index, ()):
                 self._wakeups[lane].release()
 
     def result(self) -> Timeline:
@@ -220,7 +220,7 @@ def _tasks_by_lane(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
     return found
 
 
-def _taken() -> Lock:
+def _acquire_new_lock() -> Lock:
     lock = Lock()
     lock.acquire()
     return lock

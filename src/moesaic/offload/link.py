@@ -24,7 +24,7 @@ class Link:
 
     def __init__(self, speed: float | None = None) -> None:
         self._speed = speed
-        self.moved = 0
+        self.copied_bytes = 0
         """Bytes copied so far."""
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
@@ -39,14 +39,14 @@ class Link:
         for at in range(0, len(source), PIECE):
             np.copyto(target[at : at + PIECE], source[at : at + PIECE])
             self._wait(begin, min(at + PIECE, len(source)))
-        self.moved += len(source)
+        self.copied_bytes += len(source)
 
-    def gather(self, target: torch.Tensor, source: torch.Tensor, chosen: torch.Tensor) -> None:
+    def gather(self, target: torch.Tensor, source: torch.Tensor, indices: torch.Tensor) -> None:
         """Copies source[chosen] [c, ...] to the dense tensor target [c, ...]."""
         begin = time.monotonic()
-        torch.index_select(source, 0, chosen, out=target)
+        torch.index_select(source, 0, indices, out=target)
         self._wait(begin, target.nbytes)
-        self.moved += target.nbytes
+        self.copied_bytes += target.nbytes
 
     def finish(self) -> None:
         """Waits until the calling thread's copies and computations are complete. Here they always are."""
@@ -71,10 +71,10 @@ class MappedFile:
         np.frombuffer(self._bytes, np.uint8)[:: mmap.PAGESIZE].max()  # reads every page into memory
         self._link = link
 
-    def read(self, offset: int, into: memoryview) -> int:
-        """Copies the bytes from `offset` to `into`, over the link. Returns the number of bytes."""
-        source = np.frombuffer(self._bytes, np.uint8)[offset : offset + len(into)]
-        self._link.fill(np.frombuffer(into, np.uint8)[: len(source)], source)
+    def read(self, offset: int, target: memoryview) -> int:
+        """Copies the bytes from `offset` to `target`, over the link. Returns the number of bytes."""
+        source = np.frombuffer(self._bytes, np.uint8)[offset : offset + len(target)]
+        self._link.fill(np.frombuffer(target, np.uint8)[: len(source)], source)
         return len(source)
 
     def close(self) -> None:

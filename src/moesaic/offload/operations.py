@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
-from moesaic.models.block import Block, Projected
+from moesaic.models.block import Block, Projections
 from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
 from moesaic.offload.link import Link
-from moesaic.offload.parts import Part
-from moesaic.offload.post_attention import Do, PostAttention
+from moesaic.offload.parts import MicroBatch
+from moesaic.offload.post_attention import PostAttention, TaskFunction
 from moesaic.offload.splitting import Splitting
 from moesaic.policy.offloading.prefetch import ExpertPrefetch
 from moesaic.policy.offloading.residency import HotExperts
@@ -37,7 +37,7 @@ class Loads(Protocol):
 class Exchanges(Protocol):
     """Changes which experts stay; implemented in offload.by_expert."""
 
-    def take_place(self, layer: int, out: int, new: int) -> int: ...
+    def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int: ...
 
 
 NOTHING_PREFETCHED = -1, ()
@@ -47,7 +47,7 @@ class Operations:
     """Runs tasks on the micro-batches of the current pass, which `begin` sets.
 
     The threads of all lanes call it. Tasks on the same micro-batch run one after the other, because the list
-    makes them depend on each other. A list must not contain a kind that `after` does not handle.
+    makes them depend on each other. A list must not contain a kind that `post_attention` does not handle.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class Operations:
         model: Model,
         experts: Loads,
         static: Mapping[int, frozenset[int]],
-        down: Link,
-        up: Link,
-        after: PostAttention,
+        load_link: Link,
+        save_link: Link,
+        post_attention: PostAttention,
         slow_blocks: Sequence[Block] = (),
         likely: int = 0,
         exchanges: Exchanges | None = None,
@@ -70,23 +70,23 @@ class Operations:
         """
         self._model = model
         self._experts, self._static = experts, static
-        self._down, self._up, self._after = down, up, after
+        self._load_link, self._save_link, self._post_attention = load_link, save_link, post_attention
         self._slow_blocks = slow_blocks or model.blocks
-        self._parts: Sequence[Part] = ()
+        self._parts: Sequence[MicroBatch] = ()
         self._cache: Cache | None = None
         self.most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
         self._exchanges, self._hot = exchanges, HotExperts(model.spec.num_experts)
         self._splitting = splitting
-        self._prefetched: tuple[int, Sequence[int]] = NOTHING_PREFETCHED
+        self._prefetched_experts: tuple[int, Sequence[int]] = NOTHING_PREFETCHED
         """The turn of a layer, and its experts that were loaded before its gate had chosen."""
         self._first_layer_turn = 0
         self._pages = 0
-        self.loaded = 0
+        self.loaded_bytes = 0
         """Bytes of weights loaded so far."""
-        self.chosen = self.hits = self.exchanged = 0
+        self.num_chosen = self.num_hits = self.num_exchanged = 0
         """See ResidencyStats."""
-        self._do: dict[Kind, Do] = {
-            **after.tasks,
+        self._task_functions: dict[Kind, TaskFunction] = {
+            **post_attention.tasks,
             Kind.PRE: self._pre,
             Kind.SAVE_QKV: self._save_qkv,
             Kind.ATTENTION: self._attention,
@@ -97,18 +97,18 @@ class Operations:
             Kind.HEAD: self._head,
         }
         rows_move = {Kind.SAVE_ROWS: self._save_rows, Kind.LOAD_ANSWERS: self._load_rows_again}
-        self._of_pass = {False: self._do, True: {**self._do, **rows_move}}
+        self._functions_by_phase = {False: self._task_functions, True: {**self._task_functions, **rows_move}}
         """Prefill -> function of each kind. In a pass with prompts the two kinds above move the residual; in
         a decode step they move rows and answers of experts on the slow level."""
 
-    def begin(self, parts: Sequence[Part], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
+    def begin(self, parts: Sequence[MicroBatch], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
         """Starts the next pass. turn: number of its first layer, counted over all passes. pages: pages per
         layer."""
         self._parts, self._cache, self._first_layer_turn, self._pages = parts, cache, turn, pages
         if prefill:
-            self._prefetched = NOTHING_PREFETCHED  # the pass's first layer is loaded to the same slot
-        self._do = self._of_pass[prefill]
-        self._after.begin(parts, turn, prefill)
+            self._prefetched_experts = NOTHING_PREFETCHED  # the pass's first layer is loaded to the same slot
+        self._task_functions = self._functions_by_phase[prefill]
+        self._post_attention.begin(parts, turn, prefill)
 
     def __call__(self, task: Task) -> None:
         try:
@@ -123,110 +123,115 @@ class Operations:
             elif task.kind is Kind.LOAD_LIKELY:
                 self._load_likely(task.layer)
             else:
-                self._do[task.kind](task, self._parts[task.micro_batch])
+                self._task_functions[task.kind](task, self._parts[task.micro_batch])
         finally:
-            self._down.finish()
+            self._load_link.finish()
 
     # ---- weights
 
     def _load_page(self, layer: int, page: int) -> None:
         """Loads a page. A layer number beyond the last one means a layer of the next pass."""
         layers = len(self._model.blocks)
-        self.loaded += self._experts.load_page(
+        self.loaded_bytes += self._experts.load_page(
             self._first_layer_turn + layer, layer % layers, page, self._pages
         )
 
     def _split(self, layer: int) -> None:
-        if self._model.blocks[layer].routed:
+        if self._model.blocks[layer].is_routed:
             assert self._splitting is not None
             self._splitting.split(layer, self._parts, self._hot.of(layer))
 
     def _load_chosen(self, layer: int) -> None:
-        if not self._model.blocks[layer].routed:
+        if not self._model.blocks[layer].is_routed:
             return
-        gated = [part.gated for part in self._parts]
+        gated = [part.gate_output for part in self._parts]
         ids = [
             one.expert_ids.cpu().numpy() for one in gated if one is not None and one.expert_ids is not None
         ]
-        pairs, (turn, prefetched) = np.concatenate(ids, axis=None), self._prefetched
+        pairs, (turn, prefetched) = np.concatenate(ids, axis=None), self._prefetched_experts
         chosen = np.unique(pairs).tolist()
         here = self._static[layer].union(prefetched if turn == self._first_layer_turn + layer else ())
         wanted = [expert for expert in chosen if expert not in here]
-        self.chosen += len(chosen)
-        self.hits += len(chosen) - len(wanted)
+        self.num_chosen += len(chosen)
+        self.num_hits += len(chosen) - len(wanted)
         if self._splitting is not None:
-            wanted = self._splitting.loaded
+            wanted = self._splitting.loaded_experts
         if self._exchanges is not None:
-            wanted = self._exchanged(layer, pairs, chosen, wanted)
-        self.loaded += self._experts.load_chosen(self._first_layer_turn + layer, layer, wanted)
+            wanted = self._exchange_experts(layer, pairs, chosen, wanted)
+        self.loaded_bytes += self._experts.load_chosen(self._first_layer_turn + layer, layer, wanted)
         self._likely.learn(layer, pairs)
 
-    def _exchanged(self, layer: int, pairs: IntArray, chosen: list[int], wanted: list[int]) -> list[int]:
-        """Loads experts that stay from now on. Returns those of `wanted` that remain to be loaded."""
+    def _exchange_experts(
+        self, layer: int, pairs: IntArray, chosen_experts: list[int], missing_experts: list[int]
+    ) -> list[int]:
+        """Loads experts that stay from now on. Returns those of `missing_experts` that remain to be
+        loaded."""
         assert self._exchanges is not None
         self._hot.learn(layer, pairs)
-        found = self._hot.exchanges(layer, self._static[layer], wanted, chosen)
+        found = self._hot.exchanges(layer, self._static[layer], missing_experts, chosen_experts)
         for out, new in found:
-            self.loaded += self._exchanges.take_place(layer, out, new)
-        self.exchanged += len(found)
+            self.loaded_bytes += self._exchanges.replace_expert(layer, out, new)
+        self.num_exchanged += len(found)
         stay = {new for _, new in found}
-        return [expert for expert in wanted if expert not in stay]
+        return [expert for expert in missing_experts if expert not in stay]
 
     def _load_likely(self, layer: int) -> None:
         """Loads likely experts. A layer number beyond the last one means a layer of the next pass."""
-        self._prefetched = NOTHING_PREFETCHED  # a load that fails has already overwritten the slot
+        self._prefetched_experts = NOTHING_PREFETCHED  # a load that fails has already overwritten the slot
         turn, layer = self._first_layer_turn + layer, layer % len(self._model.blocks)
         likely = self._likely.experts(layer, self.most_likely, self._static[layer])
-        self.loaded += self._experts.load_chosen(turn, layer, likely)
-        self._prefetched = turn, likely
+        self.loaded_bytes += self._experts.load_chosen(turn, layer, likely)
+        self._prefetched_experts = turn, likely
 
     # ---- the stages of a block
 
-    def _pre(self, task: Task, part: Part) -> None:
+    def _pre(self, task: Task, part: MicroBatch) -> None:
         if task.layer:
-            self._after.merge(task.layer - 1, part)
+            self._post_attention.merge(task.layer - 1, part)
         else:
             ids = torch.from_numpy(part.batch.token_ids)
             part.hidden = self._model.embed(ids.to(part.positions.device))
-        part.projected = self._model.blocks[task.layer].pre_attention(part.hidden, part.positions)
+        part.projections = self._model.blocks[task.layer].pre_attention(part.hidden, part.positions)
 
-    def _attention(self, task: Task, part: Part) -> None:
+    def _attention(self, task: Task, part: MicroBatch) -> None:
         assert self._cache is not None
         blocks = self._slow_blocks if task.lane is Lane.SLOW else self._model.blocks
         self._cache.attend(task.layer, blocks[task.layer], part)
-        part.projected = None
+        part.projections = None
 
-    def _prompt(self, task: Task, part: Part) -> None:
+    def _prompt(self, task: Task, part: MicroBatch) -> None:
         self._pre(task, part)
         self._attention(task, part)
-        self._do[Kind.POST_WITH_EXPERTS](task, part)
+        self._task_functions[Kind.POST_WITH_EXPERTS](task, part)
 
-    def _head(self, task: Task, part: Part) -> None:
+    def _head(self, task: Task, part: MicroBatch) -> None:
         """Finishes the last layer. The logits of all rows are computed together after the pass."""
-        self._after.merge(task.layer - 1, part)
+        self._post_attention.merge(task.layer - 1, part)
 
     # ---- moves
 
-    def _save_qkv(self, task: Task, part: Part) -> None:
-        rows = part.projected
+    def _save_qkv(self, task: Task, part: MicroBatch) -> None:
+        rows = part.projections
         assert rows is not None
-        value = None if rows.value is None else self._up.copy(rows.value)
-        part.projected = Projected(self._up.copy(rows.query), self._up.copy(rows.key), value)
+        value = None if rows.value is None else self._save_link.copy(rows.value)
+        part.projections = Projections(
+            self._save_link.copy(rows.query), self._save_link.copy(rows.key), value
+        )
 
-    def _load_rows(self, task: Task, part: Part) -> None:
-        assert part.attended is not None
-        part.attended = self._down.copy(part.attended)
+    def _load_rows(self, task: Task, part: MicroBatch) -> None:
+        assert part.attention_output is not None
+        part.attention_output = self._load_link.copy(part.attention_output)
 
-    def _save_rows(self, task: Task, part: Part) -> None:
-        part.hidden = self._up.copy(part.hidden)
+    def _save_rows(self, task: Task, part: MicroBatch) -> None:
+        part.hidden = self._save_link.copy(part.hidden)
 
-    def _load_rows_again(self, task: Task, part: Part) -> None:
-        part.hidden = self._down.copy(part.hidden)
+    def _load_rows_again(self, task: Task, part: MicroBatch) -> None:
+        part.hidden = self._load_link.copy(part.hidden)
 
-    def _load_cache(self, task: Task, part: Part) -> None:
+    def _load_cache(self, task: Task, part: MicroBatch) -> None:
         assert self._cache is not None
         self._cache.load(task.layer, part)
 
-    def _save_cache(self, task: Task, part: Part) -> None:
+    def _save_cache(self, task: Task, part: MicroBatch) -> None:
         assert self._cache is not None
         self._cache.save(task.layer, part)

@@ -25,7 +25,7 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
 from moesaic.offload.caches import BoolArray, CacheAttention, MovingCache, ResidentCache
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 
 TOKEN = 0
@@ -43,11 +43,11 @@ class PaddedBlocks(KVBlocks):
         """longest: tokens of the longest prompt. The pool must have enough blocks for it."""
         super().__init__(num_blocks, block_size, prefix_reuse)
         self._longest = longest
-        self._lacking: dict[int, int] = {}
+        self._padding_tokens: dict[int, int] = {}
         """Request -> number of padding tokens."""
 
     def capacity(self, request_id: int) -> int:
-        return super().capacity(request_id) - self._lacking[request_id]
+        return super().capacity(request_id) - self._padding_tokens[request_id]
 
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
         tokens = len(token_ids)
@@ -55,16 +55,16 @@ class PaddedBlocks(KVBlocks):
         more = self.blocks_for(tokens + lacking) - self.blocks_for(tokens)
         cached = super().allocate(request_id, token_ids, reusable, spare + more)
         if cached is not None:
-            self._lacking[request_id] = lacking
+            self._padding_tokens[request_id] = lacking
             self.extend(request_id, tokens)
         return cached
 
     def extend(self, request_id: int, num_tokens: int) -> bool:
-        lacking = self._lacking[request_id]
+        lacking = self._padding_tokens[request_id]
         return super().extend(request_id, num_tokens + lacking) or super().extend(request_id, num_tokens)
 
     def free(self, request_id: int, valid: bool = True) -> None:
-        del self._lacking[request_id]
+        del self._padding_tokens[request_id]
         super().free(request_id, valid)
 
 
@@ -77,7 +77,7 @@ def decoding(batch: TokenBatch) -> npt.NDArray[np.bool_]:
     return alone
 
 
-def behind(batch: TokenBatch, block_size: int) -> IntArray:
+def count_padding_blocks(batch: TokenBatch, block_size: int) -> IntArray:
     """Returns [s] whole blocks of padding after the tokens of each decoding sequence; 0 for the others.
 
     Sequences in prefill have rows for their padding. A block table ends with its last nonzero entry, so
@@ -99,11 +99,11 @@ class Padding:
     block_size: int
 
     @property
-    def whole(self) -> bool:
+    def has_whole_sequences(self) -> bool:
         """True: micro-batches contain whole requests, as in the paper."""
         return True
 
-    def of(self, batch: TokenBatch) -> TokenBatch:
+    def add_padding(self, batch: TokenBatch) -> TokenBatch:
         """Adds padding rows after each prompt that ends in this pass.
 
         Example: longest 4; a prompt of 2 tokens and one row at position 5 become rows at 0, 1, 2, 3 and 5.
@@ -128,7 +128,7 @@ class Padding:
 
     def contexts(self, batch: TokenBatch) -> IntArray:
         """Returns [s] tokens that attention reads, for a batch that `of` returned."""
-        return batch.context_lens + behind(batch, self.block_size) * self.block_size
+        return batch.context_lens + count_padding_blocks(batch, self.block_size) * self.block_size
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,13 @@ class PaddedAttention(AttentionBatch):
 class PaddedCacheAttention(CacheAttention):
     """Attention over a cache that contains padding."""
 
-    def _over(
-        self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: Part
+    def _compute_attention(
+        self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: MicroBatch
     ) -> torch.Tensor:
-        attended, seen = super()._over(block, keys, values, part), part.attention
-        assert isinstance(seen, PaddedAttention) and part.projected is not None
+        attended, seen = super()._compute_attention(block, keys, values, part), part.attention
+        assert isinstance(seen, PaddedAttention) and part.projections is not None
         if len(seen.rows):
-            block.attention(part.projected.query[seen.rows], keys, values, seen.padding)
+            block.attention(part.projections.query[seen.rows], keys, values, seen.padding)
         return attended
 
 
@@ -159,7 +159,9 @@ class PaddedResidentCache(PaddedCacheAttention, ResidentCache):
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         size = self._block_size
-        return _with_padding(super().attention(batch), _behind(batch, behind(batch, size), size))
+        return _with_padding(
+            super().attention(batch), _build_padding_batch(batch, count_padding_blocks(batch, size), size)
+        )
 
 
 class PaddedMovingCache(PaddedCacheAttention, MovingCache):
@@ -167,12 +169,15 @@ class PaddedMovingCache(PaddedCacheAttention, MovingCache):
 
     def attention(self, batch: TokenBatch) -> AttentionBatch:
         size = self._block_size
-        return _with_padding(super().attention(batch), _behind(self._here(batch), behind(batch, size), size))
+        return _with_padding(
+            super().attention(batch),
+            _build_padding_batch(self._renumber_blocks(batch), count_padding_blocks(batch, size), size),
+        )
 
     def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
         known, held = super()._blocks(batch)
         place, own = np.arange(held.shape[1]), held.sum(axis=1)[:, None]
-        padding = (place >= own) & (place < own + behind(batch, self._block_size)[:, None])
+        padding = (place >= own) & (place < own + count_padding_blocks(batch, self._block_size)[:, None])
         return known | padding, held | padding
 
 
@@ -183,7 +188,7 @@ def _with_padding(real: AttentionBatch, padding: TokenBatch) -> PaddedAttention:
     return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, padded)
 
 
-def _behind(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:
+def _build_padding_batch(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:
     """Returns one row for each sequence with padding, over its padding blocks alone.
 
     counts: [s] number of padding blocks. The token ids are the row numbers of the decoding rows.

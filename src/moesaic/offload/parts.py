@@ -12,13 +12,13 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.models.block import Gated, Projected
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.block import GateOutput, Projections
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.policy.offloading.microbatch import divide
 
 
 @dataclass
-class Part:
+class MicroBatch:
     """One micro-batch: its rows, and the intermediate results that one task leaves for the next."""
 
     batch: TokenBatch
@@ -30,23 +30,23 @@ class Part:
     """[n] positions of the rows in their sequences."""
     hidden: torch.Tensor
     """[n, h] hidden states after the last layer that was computed; empty before the first layer."""
-    projected: Projected | None = None
-    attended: torch.Tensor | None = None
+    projections: Projections | None = None
+    attention_output: torch.Tensor | None = None
     """[n, Hq * dv] attention output."""
-    gated: Gated | None = None
+    gate_output: GateOutput | None = None
     dense: torch.Tensor | None = None
     """[n, h] output of the shared experts."""
     answers: torch.Tensor | None = None
     """[n, k, h] outputs of the routed experts, until they are merged."""
-    chosen: torch.Tensor | None = None
+    slow_expert_ids: torch.Tensor | None = None
     """[n, k] expert ids on the slow level. Only set if the slow processor computes some experts."""
-    away: IntArray | None = None
+    slow_pairs: IntArray | None = None
     """[p] pairs (row * k + rank among the row's experts) whose experts the slow processor computes."""
-    sent: torch.Tensor | None = None
+    slow_rows: torch.Tensor | None = None
     """[n, h] rows sent to the slow level, then [p, h] the experts' outputs there."""
     local: dict[int, PagedKV] = field(default_factory=dict)
     """Layer -> the cache blocks that were loaded for its attention."""
-    written: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    unsaved_rows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     """Layer -> the rows' keys and values that must be saved to the slow level."""
 
 
@@ -54,11 +54,11 @@ class Rows(Protocol):
     """Determines which rows a pass over a step's batch computes. offload.padding adds rows."""
 
     @property
-    def whole(self) -> bool:
+    def has_whole_sequences(self) -> bool:
         """True: a pass with prompts is not divided inside a sequence."""
         ...
 
-    def of(self, batch: TokenBatch) -> TokenBatch:
+    def add_padding(self, batch: TokenBatch) -> TokenBatch:
         """Returns the step's rows in their order, possibly with others between. The logits stay the same."""
         ...
 
@@ -68,24 +68,24 @@ class Rows(Protocol):
 
 
 @dataclass(frozen=True)
-class Unpadded:
+class UnpaddedRows:
     """The step's own rows, without padding."""
 
     @property
-    def whole(self) -> bool:
+    def has_whole_sequences(self) -> bool:
         return False
 
-    def of(self, batch: TokenBatch) -> TokenBatch:
+    def add_padding(self, batch: TokenBatch) -> TokenBatch:
         return batch
 
     def contexts(self, batch: TokenBatch) -> IntArray:
         return batch.context_lens
 
 
-UNPADDED = Unpadded()
+UNPADDED = UnpaddedRows()
 
 
-def by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntArray]]:
+def divide_by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntArray]]:
     """Divides a batch into micro-batches of at most `largest` sequences with balanced cached tokens.
 
     Returns each micro-batch with the positions of its rows in `batch`. This is Algorithm 2 of MoE-Lightning
@@ -94,36 +94,42 @@ def by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatch, IntA
     lengths = batch.context_lens.tolist()
     count = -(-len(lengths) // largest)
     divided = divide(lengths, [0] * len(lengths), count, largest, cache=sum(lengths))
-    return [_whole(batch, sorted(chosen)) for chosen in divided.micro_batches]
+    return [_select_sequences(batch, sorted(chosen)) for chosen in divided.micro_batches]
 
 
-def by_rows(batch: TokenBatch, largest: int, whole: bool) -> list[tuple[TokenBatch, IntArray]]:
+def divide_by_rows(
+    batch: TokenBatch, largest: int, whole_sequences: bool
+) -> list[tuple[TokenBatch, IntArray]]:
     """Divides a batch into micro-batches of consecutive rows, at most `largest` each and similar in size.
 
-    Returns each micro-batch with the positions of its rows in `batch`. whole: no sequence is cut, and a
-    sequence with more than `largest` rows is a micro-batch of its own. Otherwise sequences may be cut. Then
-    the micro-batches must be computed in order in each layer, because later rows attend to earlier ones.
+    Returns each micro-batch with the positions of its rows in `batch`. whole_sequences: no sequence is cut,
+    and a sequence with more than `largest` rows is a micro-batch of its own. Otherwise sequences may be cut.
+    Then the micro-batches must be computed in order in each layer, because later rows attend to earlier ones.
     """
-    if whole:
-        return [_whole(batch, group) for group in _groups(np.diff(batch.query_starts).tolist(), largest)]
+    if whole_sequences:
+        return [
+            _select_sequences(batch, group)
+            for group in _group_sequences(np.diff(batch.query_starts).tolist(), largest)
+        ]
     count = -(-batch.num_rows // largest)
     cuts = [index * batch.num_rows // count for index in range(count + 1)]
     return [(batch.rows(start, stop), np.arange(start, stop)) for start, stop in pairwise(cuts)]
 
 
-def by_context(
-    batch: TokenBatch, contexts: IntArray, largest: int, whole: bool
+def divide_by_context(
+    batch: TokenBatch, contexts: IntArray, largest: int, whole_sequences: bool
 ) -> list[tuple[TokenBatch, IntArray]]:
     """Divides a batch into micro-batches of consecutive rows, at most `largest` tokens of context each.
 
     It is for a cache that is loaded per micro-batch. Returns each micro-batch with the positions of its rows
     in `batch`. contexts: [s] tokens of each sequence, with those of this step. A sequence with more than
-    `largest` new rows is cut, unless `whole`. A piece with a longer context is a micro-batch of its own.
+    `largest` new rows is cut, unless `whole_sequences`. A piece with a longer context is a micro-batch of its
+    own.
     """
     cuts, held = [0], 0
     starts = batch.query_starts.tolist()
     for (start, stop), context in zip(pairwise(starts), contexts.tolist(), strict=True):
-        count = 1 if whole else -(-(stop - start) // largest)
+        count = 1 if whole_sequences else -(-(stop - start) // largest)
         ends = [start + (piece + 1) * (stop - start) // count for piece in range(count)]
         for begin, end in pairwise([start, *ends]):
             tokens = context - (stop - end)
@@ -134,18 +140,18 @@ def by_context(
     return [(batch.rows(*rows), np.arange(*rows)) for rows in pairwise([*cuts, batch.num_rows])]
 
 
-def is_cut(batch: TokenBatch, divided: Sequence[tuple[TokenBatch, IntArray]]) -> bool:
+def is_cut(batch: TokenBatch, micro_batches: Sequence[tuple[TokenBatch, IntArray]]) -> bool:
     """Whether a sequence has rows in two micro-batches."""
-    return not np.isin([origin[0] for _, origin in divided], batch.query_starts).all()
+    return not np.isin([origin[0] for _, origin in micro_batches], batch.query_starts).all()
 
 
-def _whole(batch: TokenBatch, chosen: Sequence[int]) -> tuple[TokenBatch, IntArray]:
+def _select_sequences(batch: TokenBatch, sequence_ids: Sequence[int]) -> tuple[TokenBatch, IntArray]:
     starts = batch.query_starts
-    rows = [np.arange(starts[index], starts[index + 1]) for index in chosen]
-    return batch.sequences(chosen), np.concatenate(rows)
+    rows = [np.arange(starts[index], starts[index + 1]) for index in sequence_ids]
+    return batch.sequences(sequence_ids), np.concatenate(rows)
 
 
-def _groups(rows: Sequence[int], largest: int) -> list[list[int]]:
+def _group_sequences(rows: Sequence[int], largest: int) -> list[list[int]]:
     """Groups consecutive sequences. A group of several sequences has at most `largest` rows."""
     groups: list[list[int]] = []
     held = largest + 1

@@ -15,7 +15,15 @@ from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.models.model import Model
 from moesaic.offload.caches import Cache
 from moesaic.offload.operations import Operations
-from moesaic.offload.parts import UNPADDED, Part, Rows, by_context, by_rows, by_sequences, is_cut
+from moesaic.offload.parts import (
+    UNPADDED,
+    MicroBatch,
+    Rows,
+    divide_by_context,
+    divide_by_rows,
+    divide_by_sequences,
+    is_cut,
+)
 from moesaic.policy.offloading.pipeline import decode, first_layer, prefill
 from moesaic.policy.offloading.policies import Policy, shape_of
 from moesaic.policy.offloading.tasks import Lane, Shape, Task
@@ -25,7 +33,7 @@ from moesaic.policy.offloading.timeline import Timeline
 class Runs(Protocol):
     """Runs a task list: offload.lanes.Lanes, or a wrapper that also records what it observes."""
 
-    def run(self, tasks: Sequence[Task], do: Callable[[Task], None]) -> Timeline: ...
+    def run(self, tasks: Sequence[Task], run_task: Callable[[Task], None]) -> Timeline: ...
 
 
 NO_TASKS = Timeline((), (), dict.fromkeys(Lane, 0.0))
@@ -44,7 +52,7 @@ class PassSettings:
     experts: int
     """Most routed experts of a layer in any one process, so that all processes use the same lists."""
     rows: Rows = UNPADDED
-    staged: bool = False
+    is_staged: bool = False
     """True: pages are copied to pinned memory before they are loaded."""
 
 
@@ -81,11 +89,11 @@ class Passes:
 
         Returns hidden states [m, h] of the logit_rows after the last block.
         """
-        with self._model.kernels.reusing():
+        with self._model.kernels.reuse_memory():
             return self._run(batch)
 
     def _run(self, batch: TokenBatch) -> torch.Tensor:
-        asked, batch = batch, self._settings.rows.of(batch)
+        asked, batch = batch, self._settings.rows.add_padding(batch)
         prompts = batch.num_rows > batch.num_sequences
         cache = self._caches[prompts]
         divided = self._divide(batch, prompts)
@@ -93,17 +101,17 @@ class Passes:
         cut = prompts and self._moves and is_cut(batch, divided)
         shape = replace(self.shape(prompts, len(parts)), cut=cut)
         self._operations.begin(parts, cache, self._first_layer_turn, shape.pages, prompts)
-        before = self._operations.loaded
+        before = self._operations.loaded_bytes
         first = self._load_first(shape)
         self._first = None  # until the pass has ended: after an error the slots are in an unknown state
-        tasks = _listed(self._settings.policy, shape, prompts)
+        tasks = _list_tasks(self._settings.policy, shape, prompts)
         timeline = self._lanes.run(tasks, self._operations)
         if self.observe is not None:
             self.observe(tasks, timeline)
         self._first_layer_turn += shape.layers
         self._first = self._first_layer_turn if shape.pages else None
-        self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded - before)
-        return _rows_wanted(batch, parts, self._model.embedding.device)
+        self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded_bytes - before)
+        return _gather_logit_rows(batch, parts, self._model.embedding.device)
 
     @property
     def policy(self) -> Policy:
@@ -122,14 +130,14 @@ class Passes:
     def residency(self) -> ResidencyStats:
         """What the passes so far found in memory, and what they loaded. `held_bytes` is left out."""
         done = self._operations
-        return ResidencyStats(done.chosen, done.hits, done.exchanged, done.loaded)
+        return ResidencyStats(done.num_chosen, done.num_hits, done.num_exchanged, done.loaded_bytes)
 
     def shape(self, prompts: bool, count: int) -> Shape:
         """Returns the input of the scheduler for a pass of `count` micro-batches."""
         spec = self._model.spec
         shape = shape_of(self._settings.policy, self._settings.experts, spec.num_layers, count, prompts)
         dense = frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers)
-        return replace(shape, dense=dense, staged=self._settings.staged)
+        return replace(shape, dense=dense, staged=self._settings.is_staged)
 
     def stats(self) -> tuple[PassStats, ...]:
         """Statistics of the passes so far, by phase, number of micro-batches and number of sequences."""
@@ -138,21 +146,21 @@ class Passes:
     def _divide(self, batch: TokenBatch, prompts: bool) -> list[tuple[TokenBatch, IntArray]]:
         rows, largest = self._settings.rows, self._settings.prefill_rows
         if not prompts:
-            return by_sequences(batch, self._settings.policy.micro_batch)
+            return divide_by_sequences(batch, self._settings.policy.micro_batch)
         if self._moves:
-            return by_context(batch, rows.contexts(batch), largest, rows.whole)
-        return by_rows(batch, largest, rows.whole)
+            return divide_by_context(batch, rows.contexts(batch), largest, rows.has_whole_sequences)
+        return divide_by_rows(batch, largest, rows.has_whole_sequences)
 
     @property
     def _moves(self) -> bool:
         """Whether the cache is on the slow level."""
         return self._settings.policy.slow_attention or self._settings.policy.slow_cache > 0
 
-    def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> Part:
+    def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> MicroBatch:
         embedding = self._model.embedding
         positions = torch.from_numpy(batch.positions).to(embedding.device)
         nothing = torch.empty(0, embedding.shape[1])
-        return Part(batch, origin, cache.attention(batch), positions, nothing)
+        return MicroBatch(batch, origin, cache.attention(batch), positions, nothing)
 
     def _load_first(self, shape: Shape) -> Timeline:
         """Loads the first layer, unless the last pass loaded it."""
@@ -161,12 +169,17 @@ class Passes:
         return self._lanes.run(first_layer(shape), self._operations)
 
     def _count(
-        self, asked: TokenBatch, batch: TokenBatch, parts: int, times: tuple[Timeline, Timeline], loaded: int
+        self,
+        step_batch: TokenBatch,
+        batch: TokenBatch,
+        parts: int,
+        times: tuple[Timeline, Timeline],
+        loaded_bytes: int,
     ) -> None:
-        """asked: the part of the batch that the step contains. times: of the first layer's load, and of the
-        task list."""
+        """step_batch: the part of the batch that the step contains. times: of the first layer's load, and of
+        the task list."""
         key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
-        context = int(asked.context_lens.sum())
+        context = int(step_batch.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
         busy = {lane.name.lower(): sum(one.busy[lane] for one in times) for lane in Lane}
         self.decode_steps[self._settings.policy.schedule not in ("on-demand", "split")] += not key[0]
@@ -174,24 +187,24 @@ class Passes:
             old,
             passes=old.passes + 1,
             cold=old.cold + bool(times[0].ends),
-            rows=old.rows + asked.num_rows,
+            rows=old.rows + step_batch.num_rows,
             context=old.context + context,
-            padding_rows=old.padding_rows + batch.num_rows - asked.num_rows,
+            padding_rows=old.padding_rows + batch.num_rows - step_batch.num_rows,
             padding_context=old.padding_context + int(self._settings.rows.contexts(batch).sum()) - context,
-            loaded=old.loaded + loaded,
+            loaded=old.loaded + loaded_bytes,
             seconds=old.seconds + sum(one.makespan for one in times),
             busy={name: old.busy.get(name, 0.0) + busy[name] for name in busy},
         )
 
 
 @lru_cache(maxsize=4)  # a list takes megabytes if there are many layers and micro-batches
-def _listed(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
+def _list_tasks(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
     if prompts:
         return prefill(shape, rows_move=not policy.fast_residual)
     return decode(policy.schedule, shape)
 
 
-def _rows_wanted(batch: TokenBatch, parts: Sequence[Part], device: torch.device) -> torch.Tensor:
+def _gather_logit_rows(batch: TokenBatch, parts: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
     """Returns the hidden states for the LM head, on `device`. Parts may have them on the slow level."""
     out = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1], device=device)
     for part in parts:

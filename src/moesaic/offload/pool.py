@@ -19,7 +19,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.offload.arena import Arena
 from moesaic.offload.by_expert import StoredReader, places_of, weights_in, whole_blocks
-from moesaic.offload.converted import ConvertingReader
+from moesaic.offload.converted_experts import ConvertingReader
 from moesaic.offload.weights import Files, Plan
 from moesaic.policy.offloading.residency import HotExperts, Key
 
@@ -64,29 +64,31 @@ class ExpertPool:
         self._weights: dict[int, ExpertWeights] = {}
         """Layer -> its experts that are in memory, for kernels. A layer that changed has no entry."""
         self._hot = HotExperts(layout.num_experts)
-        self._chosen = self._hits = self._exchanges = 0
+        self._num_chosen = self._num_hits = self._num_exchanges = 0
 
     @property
     def stats(self) -> ResidencyStats:
         """What runs so far found in memory, and what they read."""
         size, read = self._layout.expert_bytes, self._files.bytes_read
-        return ResidencyStats(self._chosen, self._hits, self._exchanges, read, self._hits * size)
+        return ResidencyStats(
+            self._num_chosen, self._num_hits, self._num_exchanges, read, self._num_hits * size
+        )
 
     def learn(self, layer: int, pairs: IntArray) -> None:
         """Counts the experts that a run chose. pairs: [p] experts."""
         self._hot.learn(layer, pairs)
 
-    def with_chosen(self, layer: int, chosen: Collection[int]) -> ExpertWeights:
-        """The experts of a layer that are in memory, after reading those of `chosen` that were not.
+    def load_experts(self, layer: int, expert_ids: Collection[int]) -> ExpertWeights:
+        """The experts of a layer that are in memory, after reading those of `expert_ids` that were not.
 
-        chosen: at most `places` experts. The coldest experts of all layers leave for them. An earlier answer
-        must not be computed from any more.
+        expert_ids: at most `places` experts. The coldest experts of all layers leave for them. An earlier
+        answer must not be computed from any more.
         """
         here = self._resident[layer]
-        missing = [expert for expert in sorted(chosen) if expert not in here]
-        self._chosen += len(chosen)
-        self._hits += len(chosen) - len(missing)
-        self._make_room(len(missing), {(layer, expert) for expert in chosen})
+        missing = [expert for expert in sorted(expert_ids) if expert not in here]
+        self._num_chosen += len(expert_ids)
+        self._num_hits += len(expert_ids) - len(missing)
+        self._make_room(len(missing), {(layer, expert) for expert in expert_ids})
         for expert in missing:
             place = self._free.pop()
             try:
@@ -104,13 +106,13 @@ class ExpertPool:
         """Closes the files. May be called more than once."""
         self._files.close()
 
-    def _make_room(self, count: int, needed: Collection[Key]) -> None:
+    def _make_room(self, count: int, required_experts: Collection[Key]) -> None:
         """Frees places until `count` are free."""
         missing = count - len(self._free)
         if missing <= 0:
             return
         resident = ((layer, expert) for layer, experts in self._resident.items() for expert in experts)
-        for layer, expert in self._hot.coldest(resident, needed, missing):
+        for layer, expert in self._hot.coldest(resident, required_experts, missing):
             self._free.append(self._resident[layer].pop(expert))
             self._weights.pop(layer, None)
-            self._exchanges += 1
+            self._num_exchanges += 1

@@ -15,10 +15,10 @@ from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.model import Model
 from moesaic.offload.link import Link
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
-Do = Callable[[Task, Part], None]
+TaskFunction = Callable[[Task, MicroBatch], None]
 
 
 class PostAttention(Protocol):
@@ -28,13 +28,13 @@ class PostAttention(Protocol):
     """
 
     @property
-    def tasks(self) -> Mapping[Kind, Do]: ...
+    def tasks(self) -> Mapping[Kind, TaskFunction]: ...
 
-    def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
+    def begin(self, parts: Sequence[MicroBatch], turn: int, prefill: bool) -> None:
         """Starts the next pass. turn: number of the pass's first layer, counted over all passes."""
         ...
 
-    def merge(self, layer: int, part: Part) -> None:
+    def merge(self, layer: int, part: MicroBatch) -> None:
         """Adds the expert outputs to the hidden states, once a layer's experts have computed them."""
         ...
 
@@ -68,8 +68,8 @@ class LocalPostAttention:
         model: Model,
         experts: FastExperts,
         static: Mapping[int, frozenset[int]],
-        down: Link,
-        up: Link,
+        load_link: Link,
+        save_link: Link,
         slow: SlowExperts | None = None,
     ) -> None:
         """static: layer -> experts that are always on the fast level. slow: experts that the slow processor
@@ -77,12 +77,12 @@ class LocalPostAttention:
         self._model = model
         self._experts = experts
         self._static = static
-        self._down, self._up = down, up
+        self._load_link, self._save_link = load_link, save_link
         self._slow = slow or SlowExperts({}, model.kernels)
         self._first_layer_turn, self._prefill = 0, False
-        self._memory, self._lent = torch.empty(0), False
+        self._memory, self._is_memory_lent = torch.empty(0), False
         """Memory for one micro-batch's expert outputs, and whether a micro-batch is using it."""
-        self.tasks: Mapping[Kind, Do] = {
+        self.tasks: Mapping[Kind, TaskFunction] = {
             Kind.POST_WITH_EXPERTS: self._post,
             Kind.POST_WITHOUT_EXPERTS: self._gate,
             Kind.EXPERTS: self._compute,
@@ -90,99 +90,104 @@ class LocalPostAttention:
             Kind.LOAD_ANSWERS: self._take_answers,
         }
 
-    def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
-        self._first_layer_turn, self._prefill, self._lent = turn, prefill, False
+    def begin(self, parts: Sequence[MicroBatch], turn: int, prefill: bool) -> None:
+        self._first_layer_turn, self._prefill, self._is_memory_lent = turn, prefill, False
 
-    def merge(self, layer: int, part: Part) -> None:
-        if part.gated is not None:
-            part.hidden = self._model.blocks[layer].merge(part.gated, part.dense, part.answers)
+    def merge(self, layer: int, part: MicroBatch) -> None:
+        if part.gate_output is not None:
+            part.hidden = self._model.blocks[layer].merge(part.gate_output, part.dense, part.answers)
             if part.answers is not None and part.answers.data_ptr() == self._memory.data_ptr():
-                self._lent = False
-            part.gated = part.dense = part.answers = part.away = part.chosen = None
+                self._is_memory_lent = False
+            part.gate_output = part.dense = part.answers = part.slow_pairs = part.slow_expert_ids = None
 
-    def _post(self, task: Task, part: Part) -> None:
+    def _post(self, task: Task, part: MicroBatch) -> None:
         self._gate(task, part)
         self._all_experts(task.layer, part)
 
-    def _gate(self, task: Task, part: Part) -> None:
-        block, attended = self._model.blocks[task.layer], part.attended
+    def _gate(self, task: Task, part: MicroBatch) -> None:
+        block, attended = self._model.blocks[task.layer], part.attention_output
         assert attended is not None
-        part.gated = block.gate(part.hidden, block.output_projection(attended))
-        part.attended = None
-        part.dense = block.dense(part.gated.normed)
+        part.gate_output = block.gate(part.hidden, block.output_projection(attended))
+        part.attention_output = None
+        part.dense = block.dense(part.gate_output.normed_rows)
         divided = task.layer in self._slow.weights and not self._slow.by_price and not self._prefill
-        if part.gated.expert_ids is not None and divided:
-            self.divide(part, part.gated.expert_ids.cpu(), sorted(self._static[task.layer]))
+        if part.gate_output.expert_ids is not None and divided:
+            self.divide(part, part.gate_output.expert_ids.cpu(), sorted(self._static[task.layer]))
 
-    def divide(self, part: Part, chosen: torch.Tensor, here: Sequence[int]) -> None:
-        """Leave the pairs of other experts than `here` to the slow processor. chosen: [n, k] on the CPU."""
-        part.chosen = chosen
-        part.away = np.flatnonzero(~np.isin(chosen.numpy(), here))
+    def divide(self, part: MicroBatch, expert_ids: torch.Tensor, fast_experts: Sequence[int]) -> None:
+        """Leave the pairs of other experts than `fast_experts` to the slow processor. expert_ids: [n, k] on
+        the CPU."""
+        part.slow_expert_ids = expert_ids
+        part.slow_pairs = np.flatnonzero(~np.isin(expert_ids.numpy(), fast_experts))
         part.answers = self._answers(part)
 
-    def _answers(self, part: Part) -> torch.Tensor:
+    def _answers(self, part: MicroBatch) -> torch.Tensor:
         """Returns [n, k, h] memory for expert outputs, the largest tensor that lives between a layer's tasks.
 
         All micro-batches share one such tensor, unless several are between gate and merge at the same time.
         """
-        assert part.gated is not None and part.gated.expert_ids is not None
-        shape = (*part.gated.expert_ids.shape, part.hidden.shape[1])
-        if self._lent:
+        assert part.gate_output is not None and part.gate_output.expert_ids is not None
+        shape = (*part.gate_output.expert_ids.shape, part.hidden.shape[1])
+        if self._is_memory_lent:
             return part.hidden.new_empty(shape)
-        self._lent, size = True, math.prod(shape)
+        self._is_memory_lent, size = True, math.prod(shape)
         if len(self._memory) < size:
             self._memory = torch.empty(0)  # free the old memory before allocating more
             self._memory = part.hidden.new_empty(size)
         return self._memory[:size].view(shape)
 
-    def _all_experts(self, layer: int, part: Part) -> None:
+    def _all_experts(self, layer: int, part: MicroBatch) -> None:
         """Computes all experts and merges their outputs, so that only one micro-batch's outputs exist."""
-        assert part.gated is not None
-        if part.gated.expert_ids is not None:
+        assert part.gate_output is not None
+        if part.gate_output.expert_ids is not None:
             weights = self._experts.experts(self._first_layer_turn + layer, layer)
             part.answers = self._answers(part)
             kernel = self._model.kernels.experts
-            kernel(weights, part.gated.normed, part.gated.expert_ids, part.answers)
+            kernel(weights, part.gate_output.normed_rows, part.gate_output.expert_ids, part.answers)
         self.merge(layer, part)
 
     # ---- experts on both levels
 
-    def _compute(self, task: Task, part: Part) -> None:
+    def _compute(self, task: Task, part: MicroBatch) -> None:
         """Computes the experts of one level.
 
         With in-place execution each level computes the experts that it stores, and with split also those
         that were loaded. Otherwise the fast level computes all of them. Kernels that read a page table leave
         out what is not there, so nothing is gathered for them.
         """
-        if part.away is None:
+        if part.slow_pairs is None:
             if task.lane is Lane.FAST:
                 self._all_experts(task.layer, part)
         elif task.lane is Lane.SLOW:
-            assert part.sent is not None and part.chosen is not None
+            assert part.slow_rows is not None and part.slow_expert_ids is not None
             weights, kernels = self._slow.weights[task.layer], self._slow.kernels
-            part.sent = _pairs(kernels, weights, part.chosen, part.sent, part.away)
+            part.slow_rows = _pairs(kernels, weights, part.slow_expert_ids, part.slow_rows, part.slow_pairs)
         else:
-            assert part.gated is not None and part.answers is not None and part.gated.expert_ids is not None
+            assert (
+                part.gate_output is not None
+                and part.answers is not None
+                and part.gate_output.expert_ids is not None
+            )
             weights = self._experts.experts(self._first_layer_turn + task.layer, task.layer)
-            ids, kernels = part.gated.expert_ids, self._model.kernels
-            if kernels.spares and weights.pages is not None:
-                kernels.experts(weights, part.gated.normed, ids, part.answers)
+            ids, kernels = part.gate_output.expert_ids, self._model.kernels
+            if kernels.can_skip_absent and weights.page_table is not None:
+                kernels.experts(weights, part.gate_output.normed_rows, ids, part.answers)
                 return
-            here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.away)
-            answers = _pairs(kernels, weights, ids, part.gated.normed, here)
+            here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.slow_pairs)
+            answers = _pairs(kernels, weights, ids, part.gate_output.normed_rows, here)
             part.answers.view(-1, answers.shape[1])[torch.from_numpy(here)] = answers
 
-    def _send_rows(self, task: Task, part: Part) -> None:
-        if part.away is not None:
-            assert part.gated is not None
-            part.sent = self._up.copy(part.gated.normed)
+    def _send_rows(self, task: Task, part: MicroBatch) -> None:
+        if part.slow_pairs is not None:
+            assert part.gate_output is not None
+            part.slow_rows = self._save_link.copy(part.gate_output.normed_rows)
 
-    def _take_answers(self, task: Task, part: Part) -> None:
-        if part.away is not None:
-            assert part.sent is not None and part.answers is not None
-            answers = self._down.copy(part.sent)
-            part.answers.view(-1, answers.shape[1])[torch.from_numpy(part.away)] = answers
-            part.sent = None
+    def _take_answers(self, task: Task, part: MicroBatch) -> None:
+        if part.slow_pairs is not None:
+            assert part.slow_rows is not None and part.answers is not None
+            answers = self._load_link.copy(part.slow_rows)
+            part.answers.view(-1, answers.shape[1])[torch.from_numpy(part.slow_pairs)] = answers
+            part.slow_rows = None
 
 
 def _pairs(

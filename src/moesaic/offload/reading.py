@@ -37,39 +37,39 @@ class DirectFile:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def read(self, offset: int, into: memoryview) -> int:
-        """Reads the bytes from `offset` into `into`, without the GIL. Returns how many bytes were read.
+    def read(self, offset: int, target: memoryview) -> int:
+        """Reads the bytes from `offset` into `target`, without the GIL. Returns how many bytes were read.
 
-        At the end of the file they are fewer, and the rest of `into` stays as it is. Raises ValueError if
+        At the end of the file they are fewer, and the rest of `target` stays as it is. Raises ValueError if
         offset, length or address is not a multiple of ALIGNMENT, and OSError if the disk fails.
         """
-        into = into.cast("B")
-        address = np.frombuffer(into, np.uint8).ctypes.data if into else 0
-        if offset < 0 or any(number % ALIGNMENT for number in (offset, len(into), address)):
+        target = target.cast("B")
+        address = np.frombuffer(target, np.uint8).ctypes.data if target else 0
+        if offset < 0 or any(number % ALIGNMENT for number in (offset, len(target), address)):
             raise ValueError(
-                f"{len(into)} bytes at {offset} to address {address}; allowed: multiples of {ALIGNMENT}"
+                f"{len(target)} bytes at {offset} to address {address}; allowed: multiples of {ALIGNMENT}"
             )
         got = 0
-        while got < len(into):
-            piece = into[got : got + PIECE]
+        while got < len(target):
+            piece = target[got : got + PIECE]
             count = self._piece(offset + got, piece)
             got += count
             if not count or (self.direct and count % ALIGNMENT):
                 break
         return got
 
-    def _piece(self, offset: int, into: memoryview) -> int:
+    def _piece(self, offset: int, target: memoryview) -> int:
         """Reads with one system call, or two if the range contains the file's last block."""
         if not self.direct:
-            count = os.preadv(self._descriptor, [into], offset)
-            os.posix_fadvise(self._descriptor, offset, len(into), os.POSIX_FADV_DONTNEED)
+            count = os.preadv(self._descriptor, [target], offset)
+            os.posix_fadvise(self._descriptor, offset, len(target), os.POSIX_FADV_DONTNEED)
             return count
         whole = os.lseek(self._descriptor, 0, os.SEEK_END) // ALIGNMENT * ALIGNMENT - offset
         if whole > 0:
-            return os.preadv(self._descriptor, [into[:whole]], offset)
+            return os.preadv(self._descriptor, [target[:whole]], offset)
         with mmap.mmap(-1, ALIGNMENT) as block:  # a direct read of the last block would write past its end
             count = os.preadv(self._descriptor, [block], offset)
-            into[:count] = block[:count]
+            target[:count] = block[:count]
         return count
 
     def close(self) -> None:

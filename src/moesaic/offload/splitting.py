@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from moesaic.core.offload import SplitPrices
-from moesaic.offload.parts import Part
+from moesaic.offload.parts import MicroBatch
 from moesaic.policy.offloading.splitting import experts_to_load
 
 
 class Divides(Protocol):
     """Sends a micro-batch's pairs to two levels; implemented in offload.post_attention."""
 
-    def divide(self, part: Part, chosen: torch.Tensor, here: Sequence[int]) -> None: ...
+    def divide(self, part: MicroBatch, expert_ids: torch.Tensor, fast_experts: Sequence[int]) -> None: ...
 
 
 class Splitting:
@@ -25,17 +25,17 @@ class Splitting:
     def __init__(self, prices: SplitPrices, static: Mapping[int, frozenset[int]], divides: Divides) -> None:
         """static: layer -> experts that are on the fast level now."""
         self._prices, self._static, self._divides = prices, static, divides
-        self.loaded: list[int] = []
+        self.loaded_experts: list[int] = []
         """The experts of the last layer that the fast processor computes after they have been loaded."""
 
-    def split(self, layer: int, parts: Sequence[Part], heat: Sequence[float]) -> None:
+    def split(self, layer: int, parts: Sequence[MicroBatch], heat: Sequence[float]) -> None:
         """heat: [E] how often each expert was chosen lately."""
-        gated = [part.gated for part in parts]
+        gated = [part.gate_output for part in parts]
         ids = [one.expert_ids.cpu() for one in gated if one is not None and one.expert_ids is not None]
         rows = np.bincount(torch.cat([one.flatten() for one in ids]).numpy(), minlength=len(heat))
         held, chosen = self._static[layer], np.flatnonzero(rows).tolist()
         missing = {expert: int(rows[expert]) for expert in chosen if expert not in held}
         here = [int(rows[expert]) for expert in chosen if expert in held]
-        self.loaded = experts_to_load(self._prices, missing, here, heat)
+        self.loaded_experts = experts_to_load(self._prices, missing, here, heat)
         for part, one in zip(parts, ids, strict=True):
-            self._divides.divide(part, one, sorted(held.union(self.loaded)))
+            self._divides.divide(part, one, sorted(held.union(self.loaded_experts)))

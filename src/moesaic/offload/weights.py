@@ -22,7 +22,7 @@ from moesaic.core.stored import NUMBER_BYTES, PACKED, of_matrices
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
-from moesaic.offload.arrangement import Arrangement, Span, merged
+from moesaic.offload.arrangement import Arrangement, Span, merge_spans
 from moesaic.offload.link import Link, MappedFile
 from moesaic.offload.reading import DirectFile
 
@@ -55,13 +55,13 @@ class Room(Protocol):
         ...
 
 
-class Streamed:
+class StreamedExperts:
     """The routed experts of every layer, in the data type of the files, which the kernels compute from.
 
-    static: layer -> the experts that stay on the fast level. owned: layer -> the experts of this process;
-    None means all. Owned experts that are not static are streamed. One thread may call `load_*`; any thread
-    may call `experts`. A layer's turn `count` is pass * layers of the model + layer. The layer uses slot
-    count % 2, so the next layer is loaded while this one is computed from.
+    static: layer -> the experts that stay on the fast level. owned_experts: layer -> the experts of this
+    process; None means all. Owned experts that are not static are streamed. One thread may call `load_*`; any
+    thread may call `experts`. A layer's turn `count` is pass * layers of the model + layer. The layer uses
+    slot count % 2, so the next layer is loaded while this one is computed from.
 
     arena: memory for the experts. direct: False reads through the page cache (see DirectFile). link: set if
     the slow level is this machine's memory; the files are then in memory and copied over this link.
@@ -79,9 +79,9 @@ class Streamed:
         arena: Room,
         direct: bool = True,
         link: Link | None = None,
-        owned: Mapping[int, Sequence[int]] | None = None,
+        owned_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self._plan = Plan(path, layout, static, owned)
+        self._plan = Plan(path, layout, static, owned_experts)
         self.memory = self._memory(self._plan, layout)
         self._files = Files(self._plan.files, direct, link)
         taken, slot = arena.take(self.memory.total), self.memory.slot
@@ -95,13 +95,13 @@ class Streamed:
         path: Path,
         layout: ExpertLayout,
         static: Mapping[int, Sequence[int]],
-        owned: Mapping[int, Sequence[int]] | None = None,
+        owned_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> Memory:
         """Returns the memory that a Streamed with these arguments takes from its arena.
 
         Reads only headers. Raises the same errors as Streamed.
         """
-        return cls._memory(Plan(path, layout, static, owned), layout)
+        return cls._memory(Plan(path, layout, static, owned_experts), layout)
 
     @property
     def direct(self) -> bool:
@@ -115,7 +115,7 @@ class Streamed:
 
     def load_static(self) -> int:
         """Reads the experts that stay. Returns the number of bytes read, as the other loads do."""
-        return self._read(self._plan.static, [(0, self.memory.static)], self._static)
+        return self._read(self._plan.static_arrangement, [(0, self.memory.static)], self._static)
 
     def stage_page(self, layer: int, page: int, pages: int) -> int:
         """Copies a page to where `load_page` takes it from. Here that is the file, so nothing is done."""
@@ -129,7 +129,7 @@ class Streamed:
         """
         if not 0 <= page < pages:
             raise ValueError(f"page {page} of {pages}")
-        arranged = self._plan.streamed[layer]
+        arranged = self._plan.streamed_arrangements[layer]
         return self._read(arranged, [arranged.page(page, pages)], self._slots[count % 2])
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
@@ -137,8 +137,8 @@ class Streamed:
 
         Raises KeyError for an id that does not exist or is not owned.
         """
-        spans = merged(self._spans(layer, experts))
-        return self._read(self._plan.streamed[layer], spans, self._slots[count % 2])
+        spans = merge_spans(self._spans(layer, experts))
+        return self._read(self._plan.streamed_arrangements[layer], spans, self._slots[count % 2])
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
         """The experts of a layer at its turn `count`. The object is the same for the same layer and slot.
@@ -154,29 +154,31 @@ class Streamed:
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
-        return Memory(plan.static.size, max(each.size for each in plan.streamed.values()))
+        return Memory(
+            plan.static_arrangement.size, max(each.size for each in plan.streamed_arrangements.values())
+        )
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
         """Returns (layer, slot) -> the layer's experts, in the memory of this object."""
         dtype = DTYPES[layout.dtype]
-        held = views(self._plan.static, self._static, dtype)
+        held = views(self._plan.static_arrangement, self._static, dtype)
         return {
             (layer, slot): _weights(self._plan, layer, ChainMap(held, views(each, memory, dtype)))
-            for layer, each in self._plan.streamed.items()
+            for layer, each in self._plan.streamed_arrangements.items()
             for slot, memory in enumerate(self._slots)
         }
 
     def _spans(self, layer: int, experts: Iterable[int]) -> list[Span]:
         """Returns the sorted spans of the streamed experts among these. Spans may touch."""
-        arranged = self._plan.streamed[layer]
+        arranged = self._plan.streamed_arrangements[layer]
         parts = [part for expert in experts for part in self._plan.places[layer, int(expert)]]
-        return sorted({arranged.span(part) for part in parts if part in arranged.at})
+        return sorted({arranged.span(part) for part in parts if part in arranged.memory_offsets})
 
     def _read(
-        self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
+        self, arrangement: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
     ) -> int:
         """See `Files.read`."""
-        return self._files.read(arranged, spans, memory, first)
+        return self._files.read(arrangement, spans, memory, first)
 
 
 class Files:
@@ -195,15 +197,20 @@ class Files:
         """Whether reads of every file bypass the page cache."""
         return all(file.direct for file in self._files.values())
 
-    def read(self, arranged: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0) -> int:
+    def read(
+        self, arrangement: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
+    ) -> int:
         """Reads spans of the arranged bytes. Returns the number of bytes read.
 
         first: which of these bytes is the first of `memory`. Raises CheckpointError for a file that cannot be
         read or ends too early.
         """
         into, total = memory.numpy().data, 0
-        for run, (begin, end) in (piece for span in spans for piece in arranged.pieces(span)):
-            offset, wanted = run.offset + begin - run.at, min(end, run.at + run.needed) - begin
+        for run, (begin, end) in (piece for span in spans for piece in arrangement.pieces(span)):
+            offset, wanted = (
+                run.offset + begin - run.memory_offset,
+                min(end, run.memory_offset + run.required_bytes) - begin,
+            )
             try:
                 got = self._files[run.file].read(offset, into[begin - first : end - first])
             except OSError as error:
@@ -214,9 +221,9 @@ class Files:
         self.bytes_read += total
         return total
 
-    def copy(self, place: Place, into: torch.Tensor) -> int:
-        """Copies one tensor of a file that is in memory to `into`, [bytes] uint8. Returns its bytes."""
-        got = self._files[place.file].read(place.offset, into.numpy().data)
+    def copy(self, place: Place, target: torch.Tensor) -> int:
+        """Copies one tensor of a file that is in memory to `target`, [bytes] uint8. Returns its bytes."""
+        got = self._files[place.file].read(place.offset, target.numpy().data)
         if got < place.size:
             raise CheckpointError(f"{place.file}: truncated: {got} of {place.size} bytes at {place.offset}")
         self.bytes_read += got
@@ -236,22 +243,24 @@ class Plan:
         path: Path,
         layout: ExpertLayout,
         static: Mapping[int, Sequence[int]],
-        owned: Mapping[int, Sequence[int]] | None,
+        owned_experts: Mapping[int, Sequence[int]] | None,
     ) -> None:
         self.headers = Headers(path)
-        self.places = _find(self.headers, layout, owned)
+        self.places = _find(self.headers, layout, owned_experts)
         """(layer, expert) -> what the files have of an owned expert."""
         self.num_experts = layout.num_experts
-        self.kept = {(layer, int(expert)) for layer, experts in static.items() for expert in experts}
+        self.static_keys = {(layer, int(expert)) for layer, experts in static.items() for expert in experts}
         """(layer, expert) of the experts that stay on the fast level."""
-        unknown = sorted(self.kept - self.places.keys())
+        unknown = sorted(self.static_keys - self.places.keys())
         if unknown:
             layer, expert = unknown[0]
             allowed = f"experts 0 to {layout.num_experts - 1} of layers {', '.join(map(str, layout.layers))}"
             raise ConfigError.field("static experts", f"expert {expert} of layer {layer}", allowed)
-        self.static = Arrangement(part for key in self.kept for part in self.places[key])
-        self.streamed = {
-            layer: Arrangement(part for expert in self.away(layer) for part in self.places[layer, expert])
+        self.static_arrangement = Arrangement(part for key in self.static_keys for part in self.places[key])
+        self.streamed_arrangements = {
+            layer: Arrangement(
+                part for expert in self.list_streamed(layer) for part in self.places[layer, expert]
+            )
             for layer in layout.layers
         }
 
@@ -259,14 +268,14 @@ class Plan:
     def files(self) -> set[Path]:
         return {place.file for parts in self.places.values() for place in parts}
 
-    def away(self, layer: int) -> list[int]:
+    def list_streamed(self, layer: int) -> list[int]:
         """The owned experts of a layer that are streamed, ascending."""
         owned = (expert for expert in range(self.num_experts) if (layer, expert) in self.places)
-        return [expert for expert in owned if (layer, expert) not in self.kept]
+        return [expert for expert in owned if (layer, expert) not in self.static_keys]
 
 
 def _find(
-    headers: Headers, layout: ExpertLayout, owned: Mapping[int, Sequence[int]] | None
+    headers: Headers, layout: ExpertLayout, owned_experts: Mapping[int, Sequence[int]] | None
 ) -> dict[tuple[int, int], tuple[Place, ...]]:
     """Returns (layer, expert) -> the places of its tensors, for the owned experts."""
     found, converts = {}, conversion_of(headers, layout) is not None
@@ -275,12 +284,12 @@ def _find(
         if not set(of_matrices(dtype)) <= DTYPES.keys():
             raise ConfigError.field("--dtype", dtype, f"{', '.join(STORED)} where experts are streamed")
         types = [*(dtype_of_part(part, dtype) for part in range(3)), dtype, dtype, dtype]
-        for expert in range(layout.num_experts) if owned is None else map(int, owned[layer]):
+        for expert in range(layout.num_experts) if owned_experts is None else map(int, owned_experts[layer]):
             parts = zip(layout.tensors(layer, expert), types, strict=False)
             found[layer, expert] = tuple(
                 place
                 for part, stored in parts
-                for place in _places(headers, *part, stored=stored, converts=converts)
+                for place in _places(headers, *part, kernel_dtype=stored, converts=converts)
             )
     return found
 
@@ -290,31 +299,31 @@ def dtype_of_part(part: int, dtype: str) -> str:
     return of_matrices(dtype)[part == 2]
 
 
-def _places(headers: Headers, name: str, *shape: int, stored: str, converts: bool) -> list[Place]:
-    """Finds the tensors of a matrix or of a vector. stored: the type of a matrix that the kernels read.
+def _places(headers: Headers, name: str, *shape: int, kernel_dtype: str, converts: bool) -> list[Place]:
+    """Finds the tensors of a matrix or of a vector. kernel_dtype: the type of a matrix that the kernels read.
 
     converts: whether experts are converted when they are loaded. Then compressed ones are decompressed.
     """
-    matrix = headers.quantized(name, *shape)
+    matrix = headers.find_quantized(name, *shape)
     if matrix is None:
         return (
             [headers.find(name, *shape)]
             if len(shape) == 1
-            else [_place(headers, name, *shape, stored=stored, converts=converts)]
+            else [_place(headers, name, *shape, kernel_dtype=kernel_dtype, converts=converts)]
         )
-    if len(shape) == 2 and stored not in (matrix.dtype, *NUMBER_BYTES):
-        problem = f"an expert is stored as {matrix.dtype}; allowed: {stored}, as others"
+    if len(shape) == 2 and kernel_dtype not in (matrix.dtype, *NUMBER_BYTES):
+        problem = f"an expert is stored as {matrix.dtype}; allowed: {kernel_dtype}, as others"
         raise CheckpointError(f"{headers.path}: tensor {matrix.name}: {problem}")
-    return [headers.own(part)[0] for part in matrix.parts]
+    return [headers.locate_part(part)[0] for part in matrix.parts]
 
 
-def _place(headers: Headers, name: str, *shape: int, stored: str, converts: bool) -> Place:
+def _place(headers: Headers, name: str, *shape: int, kernel_dtype: str, converts: bool) -> Place:
     """Finds a matrix. Kernels read the file's bytes as they are, so type and alignment must be right."""
     place = headers.find(name, *shape)
-    if converts and place.dtype == COMPRESSED_ROWS and stored in NUMBER_BYTES:
+    if converts and place.dtype == COMPRESSED_ROWS and kernel_dtype in NUMBER_BYTES:
         return place
-    if place.dtype != STORED.get(stored):
-        kind = STORED.get(stored, f"{stored}, as others")
+    if place.dtype != STORED.get(kernel_dtype):
+        kind = STORED.get(kernel_dtype, f"{kernel_dtype}, as others")
         allowed = f"{kind}: streamed experts are computed from as they are stored"
         raise CheckpointError(f"{place.file}: tensor {name}: got {place.dtype}; allowed: {allowed}")
     width = WIDTHS[place.dtype]
@@ -331,10 +340,11 @@ def _open(file: Path, direct: bool, link: Link | None) -> DirectFile | MappedFil
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
 
 
-def views(arranged: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
+def views(arrangement: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
     """Returns a view of each tensor in `memory`."""
     return {
-        place: memory[at : at + place.size].view(dtype).view(place.shape) for place, at in arranged.at.items()
+        place: memory[at : at + place.size].view(dtype).view(place.shape)
+        for place, at in arrangement.memory_offsets.items()
     }
 
 

@@ -267,11 +267,13 @@ def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     Raises ConfigError for another model's profile.
     """
     path = files.resolve(worker.model.model, worker.model.revision)
-    is_tied = registry.is_tied(path)  # first, since it checks the sizes that are read without a check
+    has_tied_embeddings = registry.has_tied_embeddings(
+        path
+    )  # first, since it checks the sizes that are read without a check
     device = "cuda" if gpu else "cpu"
     kernels = table.pick(device, worker.model.kernels)
     model = read_checkpoint_sizes(path, worker.model.model, kernels, worker.model.dtype, device)
-    model = replace(model, computed=ROW_BYTES, tied=is_tied)
+    model = replace(model, computed=ROW_BYTES, tied=has_tied_embeddings)
     if profile is not None:
         routing_profile = Profile.load(Path(profile))
         routing_profile.check(registry.routed_model(path).model, profile)

@@ -73,7 +73,7 @@ def read_checkpoint_sizes(
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, device, dtype)
     if is_quantized:
-        model = replace(in_format(model, layout.largest, gpu=False), tied=registry.is_tied(path))
+        model = replace(in_format(model, layout.largest, gpu=False), tied=registry.has_tied_embeddings(path))
         other_bytes = registry.bytes_outside_experts(path, kernels, dtype, device)
         model = replace(model, number=other_bytes / model.outside, quantized=layout.largest)
     elif dtype != "auto":

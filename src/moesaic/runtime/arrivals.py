@@ -15,7 +15,7 @@ from moesaic.policy.scheduling.schedulers.actions import Arrived
 @dataclass(frozen=True)
 class _Waiting:
     request: Request
-    generated: list[int]
+    generated_tokens: list[int]
     """Tokens that it got from a worker that died."""
     grammar: Future[Any]
 
@@ -23,42 +23,48 @@ class _Waiting:
 class Arrivals:
     """Holds back requests whose grammar is not compiled yet, so that no step waits for it."""
 
-    def __init__(self, compiled: Callable[[Request], Future[Any] | None]) -> None:
-        """compiled: the compiled grammar of a request, which may still be under way; None: it has none."""
-        self._compiled = compiled
+    def __init__(self, find_grammar: Callable[[Request], Future[Any] | None]) -> None:
+        """find_grammar: the compiled grammar of a request, which may still be under way; None: it has
+        none."""
+        self._find_grammar = find_grammar
         self._waiting: list[_Waiting] = []
 
     @property
-    def waiting(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether any request is held back."""
         return bool(self._waiting)
 
     def add(self, message: messages.Submit) -> Arrived:
         """Those of the new requests that need not wait."""
-        arrived = Arrived([])
-        generated = [*message.generated, *([] for _ in message.requests[len(message.generated) :])]
-        for request, tokens in zip(message.requests, generated, strict=True):
-            grammar = self._compiled(request)
+        arrivals = Arrived([])
+        generated_tokens = [*message.generated, *([] for _ in message.requests[len(message.generated) :])]
+        for request, tokens in zip(message.requests, generated_tokens, strict=True):
+            grammar = self._find_grammar(request)
             if grammar is None or grammar.done():
-                arrived.extend(Arrived([request], [tokens]))
+                arrivals.extend(Arrived([request], [tokens]))
             else:
                 self._waiting.append(_Waiting(request, tokens, grammar))
-        return arrived
+        return arrivals
 
     def cancel(self, request_ids: Sequence[int]) -> None:
         """Forget requests. Unknown ids are ignored."""
-        self._waiting = [one for one in self._waiting if one.request.request_id not in request_ids]
+        self._waiting = [
+            waiting for waiting in self._waiting if waiting.request.request_id not in request_ids
+        ]
 
-    def ready(self, timeout: float) -> Arrived:
+    def take_ready(self, timeout: float) -> Arrived:
         """The requests whose grammars are compiled now, in order of arrival.
 
         Waits up to `timeout` seconds for the first one.
         """
         if self._waiting and timeout > 0.0:
-            wait([one.grammar for one in self._waiting], timeout, FIRST_COMPLETED)
-        done: list[_Waiting] = []
-        left: list[_Waiting] = []
-        for one in self._waiting:  # each is asked once, since a grammar may be compiled meanwhile
-            (done if one.grammar.done() else left).append(one)
-        self._waiting = left
-        return Arrived([one.request for one in done], [one.generated for one in done])
+            wait([waiting.grammar for waiting in self._waiting], timeout, FIRST_COMPLETED)
+        compiled_ones: list[_Waiting] = []
+        still_waiting: list[_Waiting] = []
+        for waiting in self._waiting:  # each is asked once, since a grammar may be compiled meanwhile
+            (compiled_ones if waiting.grammar.done() else still_waiting).append(waiting)
+        self._waiting = still_waiting
+        return Arrived(
+            [waiting.request for waiting in compiled_ones],
+            [waiting.generated_tokens for waiting in compiled_ones],
+        )

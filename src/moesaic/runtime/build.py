@@ -18,7 +18,7 @@ from moesaic.kernels.matrix import kind_of
 from moesaic.kernels.table import torch_code
 from moesaic.models import files, fingerprint
 from moesaic.models.kvcache.memory import HybridMemory
-from moesaic.models.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models.kvcache.paged_kv import PagedKV, bytes_per_token
 from moesaic.models.kvcache.states import state_bytes
 from moesaic.runtime import in_memory, offloaded, out_of_memory
 from moesaic.runtime.cache_size import check_memory
@@ -42,14 +42,14 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
     path = files.resolve(context.config.model.model, context.config.model.revision)
     stamp = context.config.checkpoint_stamp or fingerprint.stamp(path)
     context = replace(context, config=replace(context.config, checkpoint_stamp=stamp))
-    with out_of_memory.explained(context.config), fingerprint.unchanged(path, stamp):
-        if not context.kept.made:  # else the last worker's cache would count as used
+    with out_of_memory.explain(context.config), fingerprint.guard_unchanged(path, stamp):
+        if not context.kept_model.num_loads:  # else the last worker's cache would count as used
             check_memory(context.config, context.limits.max_model_len)
         parts = _build_parts(context)
         constraints = Constraints(
             lambda: vocabulary.read(path),
-            parts.loaded.model.spec.vocab_size,
-            parts.loaded.kernels.mask_tokens,
+            parts.loaded_model.model.spec.vocab_size,
+            parts.loaded_model.kernels.mask_tokens,
         )
         return _assemble(context, parts, constraints), _describe(context, parts)
 
@@ -69,8 +69,10 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
         return Transfers()
     assert isinstance(memory, PagedKV | HybridMemory | GroupMemory), "refused with what has another memory"
     if config.kv_role == "prefill":
-        early = EARLY_BYTES if parts.loaded.device.type == "cpu" else PIECE_BYTES
-        return KVSender(memory, config.cache.block_size, connection.send, config.transport, early=early)
+        early_bytes = EARLY_BYTES if parts.loaded_model.device.type == "cpu" else PIECE_BYTES
+        return KVSender(
+            memory, config.cache.block_size, connection.send, config.transport, min_early_bytes=early_bytes
+        )
     one_sided = config.transport == "nixl"
     receiver = KVReceiver(memory, config.cache.block_size, connection.send, config.remote_address, one_sided)
     try:
@@ -85,9 +87,9 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
     servers = NoServers() if parts.servers is None else parts.servers
     transfers = _transfers(context, parts)
     executor = Executor(
-        parts.loaded.model,
+        parts.loaded_model.model,
         parts.runner,
-        parts.loaded.device,
+        parts.loaded_model.device,
         context.connection,
         servers,
         layerwise=parts.layerwise,
@@ -116,18 +118,22 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
 
 
 def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
-    loaded, elsewhere, block_size = parts.loaded, parts.elsewhere, context.config.cache.block_size
-    spec, model = loaded.model.spec, loaded.model
+    loaded_model, expert_layout, block_size = (
+        parts.loaded_model,
+        parts.expert_layout,
+        context.config.cache.block_size,
+    )
+    spec, model = loaded_model.model.spec, loaded_model.model
     size, (page, seat) = parts.size, state_bytes(spec.states, len(spec.state_layers))
     token_bytes = bytes_per_token(spec.kv, spec.kv_layers, parts.kv_dtype)
     return WorkerInfo(
         model_type=spec.model_type,
-        device=_device_name(loaded.device),
-        kernels=loaded.kernels.name,
-        dtype=kind_of(model.head) + _packed(parts),
-        threads=loaded.threads,
-        num_parameters=model.num_parameters + (elsewhere.parameters if elsewhere else 0),
-        weight_bytes=model.num_bytes + (elsewhere.num_bytes if elsewhere else 0),
+        device=_device_name(loaded_model.device),
+        kernels=loaded_model.kernels.name,
+        dtype=kind_of(model.head) + _packed_suffix(parts),
+        threads=loaded_model.threads,
+        num_parameters=model.num_parameters + (expert_layout.parameters if expert_layout else 0),
+        weight_bytes=model.num_bytes + (expert_layout.num_bytes if expert_layout else 0),
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,
         top_k=spec.top_k,
@@ -144,15 +150,19 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         max_num_batched_tokens=context.limits.max_num_batched_tokens,
         ranks=parts.ranks,
         collectives=parts.collectives,
-        torch_code=torch_code() if loaded.device.type == "cpu" else "",
+        torch_code=torch_code() if loaded_model.device.type == "cpu" else "",
         speculation=parts.speculation.described(),
         routed_layers=() if parts.routes is None else parts.routes.layers,
     )
 
 
-def _packed(parts: WorkerParts) -> str:
-    here = (weights.packed for weights in parts.loaded.model.experts.values() if weights.packed_numbers)
-    kind = next(here, "") if parts.elsewhere is None else parts.elsewhere.dtype
+def _packed_suffix(parts: WorkerParts) -> str:
+    packed_kinds = (
+        weights.packed_dtype
+        for weights in parts.loaded_model.model.experts.values()
+        if weights.packed_numbers
+    )
+    kind = next(packed_kinds, "") if parts.expert_layout is None else parts.expert_layout.dtype
     return f", experts {kind}" if kind and is_packed(kind) else ""
 
 

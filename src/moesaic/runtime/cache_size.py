@@ -11,7 +11,7 @@ from moesaic.config import CacheConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.models import files, registry
 from moesaic.models.kvcache.memory import CacheSize
-from moesaic.models.kvcache.paged import bytes_per_token
+from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.models.kvcache.states import state_bytes
 from moesaic.models.shard import Shard
 from moesaic.models.spec import ModelSpec
@@ -19,7 +19,7 @@ from moesaic.offload.padding import PaddedBlocks
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.stateblocks import StateBlocks
 from moesaic.runtime.machine import available_memory, total_memory
-from moesaic.runtime.model_loading import LoadedModel, device_of
+from moesaic.runtime.model_loading import LoadedModel, select_device
 
 AUTO_SHARE = 0.4
 """Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
@@ -33,17 +33,17 @@ def check_memory(config: WorkerConfig, max_model_len: int) -> None:
     `cache_size_of` checks again, with the memory that the weights leave. Raises ConfigError for a cache that
     is larger than the machine's memory, or too small for one request of the maximum length.
     """
-    device = device_of(config.model)
+    device = select_device(config.model)
     path = files.resolve(config.model.model, config.model.revision)
     spec = registry.read_spec(path, Shard(0, config.parallel.tensor_parallel_size))
     smallest = "float32" if device.type == "cpu" else "bfloat16"
-    named = smallest if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
-    _size(config, spec, device, max_model_len, registry.CACHE_DTYPES[named], None)
+    dtype_name = smallest if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
+    _size(config, spec, device, max_model_len, registry.CACHE_DTYPES[dtype_name], None)
 
 
-def cache_size_of(
+def compute_cache_size(
     config: WorkerConfig,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     max_model_len: int,
     kv_dtype: torch.dtype,
     free: int | None = None,
@@ -53,15 +53,15 @@ def cache_size_of(
     free: bytes that an automatic cache may take; None: what is free now. Raises ConfigError if one request of
     the maximum length does not fit.
     """
-    return _size(config, loaded.model.spec, loaded.device, max_model_len, kv_dtype, free)
+    return _size(config, loaded_model.model.spec, loaded_model.device, max_model_len, kv_dtype, free)
 
 
-def block_pool(cache: CacheConfig, size: CacheSize, padded: int | None = None) -> KVBlocks:
-    """A worker's pool. padded: tokens that each prompt is padded to; None means no padding."""
+def make_block_pool(cache: CacheConfig, size: CacheSize, padded_tokens: int | None = None) -> KVBlocks:
+    """A worker's pool. padded_tokens: tokens that each prompt is padded to; None means no padding."""
     arguments = size.num_blocks, cache.block_size, cache.enable_prefix_caching
     if size.seats:
         return StateBlocks(*arguments, size.seats, size.snapshots)
-    return KVBlocks(*arguments) if padded is None else PaddedBlocks(*arguments, padded)
+    return KVBlocks(*arguments) if padded_tokens is None else PaddedBlocks(*arguments, padded_tokens)
 
 
 def _size(
@@ -82,18 +82,18 @@ def _size(
             budget //= ranks
     else:
         budget = _given_bytes(config, device) // ranks
-    seats, snapshots, taken = _states(config, spec, budget - per_request * block_bytes)
-    left = max(0, budget - taken)
+    seats, snapshots, state_room = _states(config, spec, budget - per_request * block_bytes)
+    left = max(0, budget - state_room)
     num_blocks = (
         config.automatic_blocks(left, block_bytes, max_model_len) if automatic else left // block_bytes
     )
     if num_blocks < per_request:
-        holds = max(0, num_blocks) * block_size
-        shorter = f", or a --max-model-len of at most {holds}" if holds > 1 else ""
+        num_tokens = max(0, num_blocks) * block_size
+        shorter = f", or a --max-model-len of at most {num_tokens}" if num_tokens > 1 else ""
         raise ConfigError(
             f"--kv-cache-memory: {config.cache.kv_cache_memory} ({budget / 2**20:.0f} MiB) holds "
-            f"{holds} tokens, less than one request of the maximum length {max_model_len}; allowed: at least "
-            f"{(per_request * block_bytes + taken) / 2**20:.1f} MiB{shorter}"
+            f"{num_tokens} tokens, less than one request of the maximum length {max_model_len}; allowed: "
+            f"at least {(per_request * block_bytes + state_room) / 2**20:.1f} MiB{shorter}"
         )
     return CacheSize(int(num_blocks), seats, snapshots)
 
@@ -112,14 +112,14 @@ def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, in
 
 def _given_bytes(config: WorkerConfig, device: torch.device) -> int:
     """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
-    given = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
-    most = total_memory()
+    num_bytes = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
+    max_bytes = total_memory()
     if device.type == "cuda":  # the cache is in the GPUs' memory, or in RAM where the plan says so
-        most = max(most, torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size)
-    if given > most:
-        allowed = f"at most {most / 2**30:.1f}GiB, the memory of this machine"
-        raise ConfigError.field("--kv-cache-memory", config.cache.kv_cache_memory, allowed)
-    return given
+        max_bytes = max(max_bytes, torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size)
+    if num_bytes > max_bytes:
+        allowed_text = f"at most {max_bytes / 2**30:.1f}GiB, the memory of this machine"
+        raise ConfigError.field("--kv-cache-memory", config.cache.kv_cache_memory, allowed_text)
+    return num_bytes
 
 
 def free_memory(device: torch.device) -> int:

@@ -21,7 +21,7 @@ from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import LoadedModel, context_length
-from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
 from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -48,9 +48,9 @@ class WorkerContext:
     """Rings when a message arrives. Needed where the experts are on servers."""
     routing: RowSink | None = None
     """Gets the expert ids of all rows."""
-    lost: Callable[[str], None] | None = None
+    on_rank_lost: Callable[[str], None] | None = None
     """Is called from a thread when another rank of the group ends. None: the next step finds out."""
-    kept: KeptModel = field(default_factory=KeptModel)
+    kept_model: KeptModel = field(default_factory=KeptModel)
     """Has the weights that this process has loaded before, if they are in memory as a whole."""
 
     @cached_property
@@ -74,7 +74,7 @@ class AskingParts:
 class WorkerParts:
     """The parts in which workers differ."""
 
-    loaded: LoadedModel
+    loaded_model: LoadedModel
     kv_dtype: torch.dtype
     size: CacheSize
     runner: StepRunner
@@ -92,12 +92,12 @@ class WorkerParts:
     recorder: RoutingRecorder | None = None
     routes: TokenRoutes | None = None
     """None: the experts of a token cannot be returned."""
-    observer: WorkerObserver = UNOBSERVED
+    observer: WorkerObserver = IGNORING_OBSERVER
     logit_rows: int | None = None
     """Maximum number of rows whose logits are computed at once. None: all rows of a step."""
     linger: float = 0.0
     """Seconds that an idle worker waits for a further message after each one."""
-    elsewhere: ExpertLayout | None = None
+    expert_layout: ExpertLayout | None = None
     """The routed experts, where `loaded` does not have them."""
     ranks: int = 1
     """Number of processes that are this worker."""

@@ -13,36 +13,38 @@ from moesaic.policy.scheduling.step_prices import StepPrices, work_by_rows
 from moesaic.runtime.model_loading import LoadedModel
 
 
-def drafter_of(config: SpeculativeConfig) -> Drafter:
+def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter that a method names. With mtp steps draft tokens, so that no drafter is asked."""
     return NoDrafter() if config.method == "mtp" else NgramDrafter(*config.lookup)
 
 
-def predicting(config: WorkerConfig) -> bool:
+def uses_mtp(config: WorkerConfig) -> bool:
     """Whether the model's own layer for the token after the next one drafts tokens."""
-    given = config.scheduler.speculative_config
-    return given is not None and SpeculativeConfig.of(given).method == "mtp"
+    speculative_config = config.scheduler.speculative_config
+    return speculative_config is not None and SpeculativeConfig.of(speculative_config).method == "mtp"
 
 
-def with_room_for_drafts(loaded: LoadedModel, config: WorkerConfig) -> LoadedModel:
+def add_room_for_drafts(loaded_model: LoadedModel, config: WorkerConfig) -> LoadedModel:
     """The model, whose states of linear attention have room for rows that turn out not to count."""
-    given, spec = config.scheduler.speculative_config, loaded.model.spec
-    if given is None or spec.states is None:
-        return loaded
-    states = replace(spec.states, drafted=SpeculativeConfig.of(given).num_speculative_tokens)
-    return replace(loaded, model=replace(loaded.model, spec=replace(spec, states=states)))
+    speculative_config, spec = config.scheduler.speculative_config, loaded_model.model.spec
+    if speculative_config is None or spec.states is None:
+        return loaded_model
+    states = replace(
+        spec.states, max_draft_tokens=SpeculativeConfig.of(speculative_config).num_speculative_tokens
+    )
+    return replace(loaded_model, model=replace(loaded_model.model, spec=replace(spec, states=states)))
 
 
-def speculation_of(config: WorkerConfig, model: Model, elsewhere: int = 0) -> Speculation:
+def make_speculation(config: WorkerConfig, model: Model, expert_bytes: int = 0) -> Speculation:
     """What drafts tokens for this worker: nothing without --speculative-config.
 
-    elsewhere: bytes of the routed experts that are not in this process.
+    expert_bytes: bytes of the routed experts that are not in this process.
     """
-    given = config.scheduler.speculative_config
-    if given is None:
+    speculative_config = config.scheduler.speculative_config
+    if speculative_config is None:
         return Speculation()
-    chosen, spec = SpeculativeConfig.of(given), model.spec
-    others = replace(model, experts={}).num_bytes
-    experts = model.num_bytes - others + elsewhere
-    prices = StepPrices(work_by_rows(others, experts, spec.num_experts, spec.top_k))
-    return Speculation(drafter_of(chosen), chosen.num_speculative_tokens, prices)
+    parsed_config, spec = SpeculativeConfig.of(speculative_config), model.spec
+    other_bytes = replace(model, experts={}).num_bytes
+    experts = model.num_bytes - other_bytes + expert_bytes
+    prices = StepPrices(work_by_rows(other_bytes, experts, spec.num_experts, spec.top_k))
+    return Speculation(make_drafter(parsed_config), parsed_config.num_speculative_tokens, prices)

@@ -34,11 +34,11 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepDone,
     StepPlan,
 )
-from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
 from moesaic.runtime.predicting import Predictor
 from moesaic.runtime.routing_recorder import RoutingRecorder
-from moesaic.runtime.sampling.checking import Sampled, joined, sample_step
-from moesaic.runtime.sampling.sampler import Sampler, not_finite, token_logprobs
+from moesaic.runtime.sampling.checking import SampledTokens, join_samples, sample_step
+from moesaic.runtime.sampling.sampler import Sampler, find_nonfinite_rows, token_logprobs
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import Step, StepResult, StepRunner
 from moesaic.runtime.token_routes import TokenRoutes
@@ -52,7 +52,7 @@ SCORED_SLICE = 128
 """Prompt rows whose logits [rows, vocab] are in memory at one time."""
 
 
-def place_of(layer: int | None, num_layers: int) -> str:
+def describe_origin(layer: int | None, num_layers: int) -> str:
     """Where numbers that are not finite began, in words. layer: the first one whose cached rows have some.
 
     A layer behind the others goes on from their hidden states, and only drafts tokens.
@@ -65,12 +65,12 @@ def place_of(layer: int | None, num_layers: int) -> str:
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _OpenStep:
     """A step of the model, or the drafting after one."""
 
     plan: StepPlan
     step: Step
-    sampled: StepDone | None = None
+    sampled_step: StepDone | None = None
     """What the model's step has sampled, if this drafts the tokens after it."""
 
 
@@ -88,7 +88,7 @@ class Executor:
         recorder: RoutingRecorder | None = None,
         routes: TokenRoutes | None = None,
         logit_rows: int | None = None,
-        observer: WorkerObserver = UNOBSERVED,
+        observer: WorkerObserver = IGNORING_OBSERVER,
         memory: LayerMemory | None = None,
         constraints: Constraints | None = None,
         predictor: Predictor | None = None,
@@ -119,7 +119,7 @@ class Executor:
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []
         """Ends of runs that `progress` has not returned yet."""
-        self._steps: dict[int, _UnderWay] = {}
+        self._steps: dict[int, _OpenStep] = {}
         """Steps under way, by number."""
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
         """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. A step where
@@ -138,19 +138,19 @@ class Executor:
             case EnterBarrier():
                 self._servers.enter_barrier(action.work)
             case RunSegment():
-                self._observer.started(action.plan, action.segment)
+                self._observer.on_step_started(action.plan, action.segment)
                 self._routes.begin(action.plan)
                 self._transfers.begin(action.plan)
                 try:
                     self._run_segment(action)
                 finally:
-                    self._observer.paused()
+                    self._observer.on_step_paused()
             case Forget() if self._layerwise is not None:
                 self._layerwise.forget(action.runs)
             case RunStep():
                 with torch.inference_mode():
                     step = self._runner.begin(action.plan.batch)
-                self._steps[action.plan.step] = _UnderWay(action.plan, step)
+                self._steps[action.plan.step] = _OpenStep(action.plan, step)
             case Emit():
                 self._emit(action)
             case Release():
@@ -162,7 +162,7 @@ class Executor:
                 if self._recorder is not None:
                     self._recorder.release(action)
 
-    def compiled(self, request: Request) -> Future[Any] | None:
+    def find_grammar(self, request: Request) -> Future[Any] | None:
         """The compiled grammar of a request, which may still be under way. None if it has no grammar."""
         return None if self._constraints is None else self._constraints.compile(request)
 
@@ -172,40 +172,40 @@ class Executor:
         if (
             self._layerwise is not None
         ):  # before the end of a run, so that the next run can include these rows
-            events += self._layerwise.arrived()
+            events += self._layerwise.poll_arrivals()
         events, self._events = events + self._events, []
-        if self._servers.passed_barrier():
+        if self._servers.poll_barrier():
             events.append(BarrierPassed())
         self._advance(events)
-        while len(self._steps) > 1 and any(one.step.ready for one in self._steps.values()):
+        while len(self._steps) > 1 and any(open_step.step.is_ready for open_step in self._steps.values()):
             self._advance(events)  # one step's answer came while another one was computed
         return events
 
     def _advance(self, events: list[Event]) -> None:
-        for one in list(self._steps.values()):
+        for open_step in list(self._steps.values()):
             with torch.inference_mode():
-                if one.step.suspended:
-                    self._observer.resumed(one.plan)
+                if open_step.step.is_suspended:
+                    self._observer.on_step_resumed(open_step.plan)
                 else:
-                    self._observer.started(one.plan)
-                self._routes.begin(one.plan)
-                self._transfers.begin(one.plan)
+                    self._observer.on_step_started(open_step.plan)
+                self._routes.begin(open_step.plan)
+                self._transfers.begin(open_step.plan)
                 try:
-                    result = one.step.advance()
+                    result = open_step.step.advance()
                 finally:
-                    self._observer.paused()
+                    self._observer.on_step_paused()
                 if result is None:
                     continue
-                done: StepDone | None
-                if one.sampled is not None:
-                    done = self._drafted(one.plan, one.sampled, result)
+                step_done: StepDone | None
+                if open_step.sampled_step is not None:
+                    step_done = self._add_drafts(open_step.plan, open_step.sampled_step, result)
                 else:
                     if self._recorder is not None:
-                        self._recorder.step(one.plan, result.expert_ids)
-                    done = self._finish(one.plan, result)
-                if done is not None:
-                    events.append(done)
-                    del self._steps[one.plan.step]
+                        self._recorder.record_step(open_step.plan, result.expert_ids)
+                    step_done = self._finish(open_step.plan, result)
+                if step_done is not None:
+                    events.append(step_done)
+                    del self._steps[open_step.plan.step]
 
     def abandon(self) -> list[int]:
         """Give up the steps under way, after an error. Returns their numbers."""
@@ -214,9 +214,9 @@ class Executor:
         return steps
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True while something is under way that will end in an event."""
-        return bool(self._steps or self._events) or (self._layerwise is not None and self._layerwise.busy)
+        return bool(self._steps or self._events) or (self._layerwise is not None and self._layerwise.is_busy)
 
     def _run_segment(self, action: RunSegment) -> None:
         assert self._layerwise is not None
@@ -226,16 +226,16 @@ class Executor:
                 self._events.append(SegmentDone(action.plan.step))
                 if self._recorder is not None:
                     expert_ids = self._layerwise.expert_ids(action.plan.step)
-                    self._recorder.segment(action.plan, action.segment, expert_ids)
+                    self._recorder.record_segment(action.plan, action.segment, expert_ids)
             else:
                 if self._recorder is not None:
-                    self._recorder.last_segment(action.plan)
-                done = self._finish(action.plan, result)
-                self._events += [] if done is None else [done]
+                    self._recorder.record_last_segment(action.plan)
+                step_done = self._finish(action.plan, result)
+                self._events += [] if step_done is None else [step_done]
 
     def _admit(self, action: Admit) -> None:
-        for request, generated in zip(action.requests, action.generated, strict=True):
-            self._sampler.admit(request, generated)
+        for request, generated_tokens in zip(action.requests, action.generated, strict=True):
+            self._sampler.admit(request, generated_tokens)
         self._routes.admit(action)
         if self._recorder is not None:
             self._recorder.admit(action)
@@ -254,79 +254,79 @@ class Executor:
 
         Returns None where drafting waits for experts. It is under way as a step then.
         """
-        self._observer.sampling()
+        self._observer.on_sampling_started()
         for sequence in plan.scored:
             self._score(plan, int(sequence), result.hidden)
-        found = Sampled(np.zeros(0, dtype=np.int64), [])
+        new_tokens = SampledTokens(np.zeros(0, dtype=np.int64), [])
         if len(plan.sampled):
-            found = self._sample(plan, result)
-            self._report_broken(plan, found)
-            if found.logprobs:
-                self._logprobs[plan.step] = found.logprobs
-            if routes := self._routes.of(plan, found, result.expert_ids):
+            new_tokens = self._sample(plan, result)
+            self._report_not_finite(plan, new_tokens)
+            if new_tokens.logprobs:
+                self._logprobs[plan.step] = new_tokens.logprobs
+            if routes := self._routes.collect(plan, new_tokens, result.expert_ids):
                 self._step_routes[plan.step] = routes
-        self._observer.sampled(len(found.tokens))
-        done = StepDone(plan.step, found.tokens, found.counts)
+        self._observer.on_tokens_sampled(len(new_tokens.tokens))
+        step_done = StepDone(plan.step, new_tokens.tokens, new_tokens.counts)
         if self._predictor is None:
-            self._transfers.computed(plan)
-            return done
-        step = self._predictor.begin(plan, result, found)
+            self._transfers.on_step_computed(plan)
+            return step_done
+        step = self._predictor.begin(plan, result, new_tokens)
         drafts = step.advance()
         if drafts is None:
-            self._steps[plan.step] = _UnderWay(plan, step, done)
+            self._steps[plan.step] = _OpenStep(plan, step, step_done)
             return None
-        return self._drafted(plan, done, drafts)
+        return self._add_drafts(plan, step_done, drafts)
 
-    def _drafted(self, plan: StepPlan, done: StepDone, drafts: StepResult) -> StepDone:
+    def _add_drafts(self, plan: StepPlan, step_done: StepDone, drafts: StepResult) -> StepDone:
         """The end of a step, with the tokens that the model's own layer drafts."""
-        self._transfers.computed(plan)
+        self._transfers.on_step_computed(plan)
         if not len(plan.sampled):
-            return done
-        return replace(done, proposed=self._model.predicted(drafts.hidden).cpu().numpy())
+            return step_done
+        return replace(step_done, proposed=self._model.predict_token(drafts.hidden).cpu().numpy())
 
-    def _sample(self, plan: StepPlan, result: StepResult) -> Sampled:
+    def _sample(self, plan: StepPlan, result: StepResult) -> SampledTokens:
         """The next tokens of each sampled sequence, and their log-probabilities."""
         if result.logits is not None and len(plan.sampled) == len(result.logits):
             return sample_step(self._sampler, plan, result.logits)
-        hidden = self._sampled_rows(plan, result.hidden)
-        most = self._logit_rows or len(hidden)
-        if len(hidden) <= most:
+        hidden = self._select_sampled_rows(plan, result.hidden)
+        max_rows = self._logit_rows or len(hidden)
+        if len(hidden) <= max_rows:
             return sample_step(self._sampler, plan, self._model.logits(hidden))
         assert not len(plan.drafted), "a draft's rows are sampled together"
-        parts: list[Sampled] = []
-        for begin in range(0, len(hidden), most):
-            part = slice(begin, begin + most)
-            some = replace(plan, sampled=plan.sampled[part])
-            parts.append(sample_step(self._sampler, some, self._model.logits(hidden[part])))
-        return joined(parts)
+        parts: list[SampledTokens] = []
+        for begin in range(0, len(hidden), max_rows):
+            part = slice(begin, begin + max_rows)
+            part_of_plan = replace(plan, sampled=plan.sampled[part])
+            parts.append(sample_step(self._sampler, part_of_plan, self._model.logits(hidden[part])))
+        return join_samples(parts)
 
-    def _report_broken(self, plan: StepPlan, found: Sampled) -> None:
+    def _report_not_finite(self, plan: StepPlan, new_tokens: SampledTokens) -> None:
         """Say of which requests the logits were not finite, and where that began."""
-        owners = plan.sampled if found.counts is None else np.repeat(plan.sampled, found.counts)
-        for sequence in owners[found.tokens == NO_TOKEN].tolist():
+        owners = plan.sampled if new_tokens.counts is None else np.repeat(plan.sampled, new_tokens.counts)
+        for sequence in owners[new_tokens.tokens == NO_TOKEN].tolist():
             request_id, layer = int(plan.request_ids[sequence]), None
             if self._memory is not None:
                 blocks = plan.batch.block_tables[sequence]
                 layer = self._memory.first_not_finite(blocks, int(plan.batch.context_lens[sequence]))
-            place = place_of(layer, self._model.spec.num_layers)
+            place = describe_origin(layer, self._model.spec.num_layers)
             extra = of_request(self._sampler.request(request_id).name)
             LOG.warning(
                 "request %d ended: the model's logits are not finite, %s", request_id, place, extra=extra
             )
-            self._observer.broken(request_id, place)
+            self._observer.on_logits_not_finite(request_id, place)
 
-    def _sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+    def _select_sampled_rows(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
         """The rows of `hidden` that a token is sampled from: in most steps all of them."""
-        rows, every = plan.sample_rows, plan.batch.logit_rows
-        if len(rows) == len(every):
+        rows, logit_rows = plan.sample_rows, plan.batch.logit_rows
+        if len(rows) == len(logit_rows):
             return hidden
-        return hidden[torch.from_numpy(np.searchsorted(every, rows)).to(self._device)]
+        return hidden[torch.from_numpy(np.searchsorted(logit_rows, rows)).to(self._device)]
 
     def _emit(self, action: Emit) -> None:
-        found = self._logprobs.pop(action.step, None)
-        logprobs = [found[sample] for sample in action.samples] if found else []
-        routed = self._step_routes.pop(action.step, None)
-        routes = [routed[sample] for sample in action.samples] if routed else []
+        step_logprobs = self._logprobs.pop(action.step, None)
+        logprobs = [step_logprobs[sample] for sample in action.samples] if step_logprobs else []
+        step_routes = self._step_routes.pop(action.step, None)
+        routes = [step_routes[sample] for sample in action.samples] if step_routes else []
         tokens = messages.Tokens(action.request_ids, action.tokens, action.finish, logprobs, routes)
         self._connection.send(tokens)
 
@@ -354,7 +354,7 @@ class Executor:
         for begin in range(0, len(targets), self._scored_rows):
             part = slice(begin, begin + self._scored_rows)
             logits = self._model.logits(hidden[part])
-            if not_finite(logits):
+            if find_nonfinite_rows(logits):
                 return None
             logprobs = torch.log_softmax(logits, dim=-1)
             entries += token_logprobs(logprobs, targets[part], count)

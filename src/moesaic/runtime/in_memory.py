@@ -23,7 +23,7 @@ from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.answer_check import AnswerCheck, Recompute
 from moesaic.experts.client import DirectExperts, RoutedExperts
-from moesaic.experts.connector import Connector, as_it_is
+from moesaic.experts.connector import Connector, return_unchanged
 from moesaic.experts.pacing import Pace, Pacing
 from moesaic.experts.remote import RemoteExperts
 from moesaic.models.kvcache.memory import CacheSize, layer_memory
@@ -36,19 +36,19 @@ from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.schedulers.server_setup import IN_ROUNDS, SEPARATE, queue_policy
 from moesaic.policy.scheduling.speculation import Speculation
-from moesaic.runtime.cache_size import block_pool, cache_size_of
+from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
 from moesaic.runtime.context import AskingParts, WorkerContext, WorkerParts
-from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
+from moesaic.runtime.drafting import add_room_for_drafts, make_speculation, uses_mtp
 from moesaic.runtime.model_loading import (
     LoadedModel,
-    check_shared,
-    kv_type,
-    layout_of,
+    check_gpu_sharing,
+    choose_kv_dtype,
     load_model,
+    read_expert_layout,
 )
 from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import LayerPredictor, PredictionRunner
-from moesaic.runtime.routing_recorder import recorder
+from moesaic.runtime.routing_recorder import build_recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.recorded import RecordedRunner
@@ -62,7 +62,7 @@ from moesaic.runtime.step.running_step import (
 )
 from moesaic.runtime.step.stages import BlockStages, SharedHeads
 from moesaic.runtime.token_routes import TokenRoutes
-from moesaic.runtime.tracing import observer_of
+from moesaic.runtime.tracing import make_observer
 from moesaic.transport.wakeup import Wakeup
 
 URGENT_SECONDS = 0.1
@@ -77,26 +77,28 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     config, limits = context.config, context.limits  # both are checked before weights are read
     _check(config)
     layout = announce_layout(context) if config.remote_experts else None
-    loaded = _load(context, layout)
-    kv_dtype = kv_type(config.cache, loaded)
-    size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
+    loaded_model = _load(context, layout)
+    kv_dtype = choose_kv_dtype(config.cache, loaded_model)
+    size = compute_cache_size(config, loaded_model, limits.max_model_len, kv_dtype)
     if layout is not None:
-        return with_servers(context, layout, loaded, size)
-    stages = _stages(config, loaded, size)
-    experts = DirectExperts(loaded.model.experts, loaded.kernels, limits.max_num_batched_tokens)
+        return with_servers(context, layout, loaded_model, size)
+    stages = _stages(config, loaded_model, size)
+    experts = DirectExperts(loaded_model.model.experts, loaded_model.kernels, limits.max_num_batched_tokens)
     runner = _runner(context, stages, experts)
     inflight = config.scheduler.inflight_batches
-    speculation = speculation_of(config, loaded.model)
+    speculation = make_speculation(config, loaded_model.model)
     return WorkerParts(
-        loaded,
+        loaded_model,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, block_pool(config.cache, size), inflight, speculation),
+        LockstepScheduler(limits, make_block_pool(config.cache, size), inflight, speculation),
         stages.memory,
-        recorder=recorder(config, loaded.model.spec, context.routing),
-        routes=TokenRoutes(loaded.model.spec.moe_layers) if loaded.model.spec.moe_layers else None,
-        observer=observer_of(config.trace, context.clock),
+        recorder=build_recorder(config, loaded_model.model.spec, context.routing),
+        routes=TokenRoutes(loaded_model.model.spec.moe_layers)
+        if loaded_model.model.spec.moe_layers
+        else None,
+        observer=make_observer(config.trace, context.clock),
         speculation=speculation,
         predictor=_predictor(stages, experts, runner),
     )
@@ -105,104 +107,108 @@ def build_parts(context: WorkerContext) -> WorkerParts:
 def with_servers(
     context: WorkerContext,
     layout: ExpertLayout,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     size: CacheSize,
-    shared: SharedHeads | None = None,
+    shared_heads: SharedHeads | None = None,
 ) -> WorkerParts:
-    """The parts of a worker whose routed experts are on servers. shared: see `BlockStages`."""
+    """The parts of a worker whose routed experts are on servers. shared_heads: see `BlockStages`."""
     config = context.config
-    observer = observer_of(config.trace, context.clock)
-    stages = _stages(config, loaded, size, layout, shared)
+    observer = make_observer(config.trace, context.clock)
+    stages = _stages(config, loaded_model, size, layout, shared_heads)
     wakeup = Wakeup()
-    pacing = None if config.paced is None else Pacing.of(paced.read(Path(config.paced)), wakeup.ring)
-    curves = curves_of(config, loaded, layout)
-    others = config.expert_servers, config.attention_workers
-    decisions = Decisions(curves, layout.num_experts, layout.top_k, *others)
+    pacing = (
+        None if config.paced is None else Pacing.from_devices(paced.read(Path(config.paced)), wakeup.ring)
+    )
+    curves = choose_curves(config, loaded_model, layout)
+    num_processes = config.expert_servers, config.attention_workers
+    decisions = Decisions(curves, layout.num_experts, layout.top_k, *num_processes)
     replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
-    remote = _remote(context, layout, loaded, observer, wakeup, pacing, decisions.told_rows, replicas)
-    recorded = _runner(context, stages, remote)
-    runner, expert_stats = _paced(recorded, remote.stats, pacing)
-    asked = AskingParts(runner, remote, expert_stats)
+    remote = _remote(context, layout, loaded_model, observer, wakeup, pacing, decisions.told_rows, replicas)
+    unpaced_runner = _runner(context, stages, remote)
+    runner, expert_stats = _apply_pace(unpaced_runner, remote.stats, pacing)
+    clients = AskingParts(runner, remote, expert_stats)
     if config.model.cudagraph_mode == "full":
-        asked = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
-    speculation = speculation_of(config, loaded.model, layout.num_bytes)
-    blocks = block_pool(config.cache, size)
+        clients = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
+    speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
+    blocks = make_block_pool(config.cache, size)
     scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
     return WorkerParts(
-        loaded,
-        kv_type(config.cache, loaded),
+        loaded_model,
+        choose_kv_dtype(config.cache, loaded_model),
         size,
-        asked.runner,
+        clients.runner,
         scheduler,
         stages.memory,
-        expert_stats=asked.stats,
-        servers=asked.servers,
+        expert_stats=clients.stats,
+        servers=clients.servers,
         layerwise=LayerwiseRunner(runner, remote),
-        recorder=recorder(config, loaded.model.spec, context.routing),
+        recorder=build_recorder(config, loaded_model.model.spec, context.routing),
         routes=TokenRoutes(layout.model_layers, remote),
         observer=observer,
-        elsewhere=layout,
+        expert_layout=layout,
         speculation=speculation,
-        predictor=_predictor(stages, remote, recorded if asked.runner is runner else asked.runner),
+        predictor=_predictor(stages, remote, unpaced_runner if clients.runner is runner else clients.runner),
     )
 
 
 def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
-    config, drafts = context.config, predicting(context.config)
-    most = config.most_threads
+    config, drafts = context.config, uses_mtp(context.config)
+    max_threads = config.most_threads
 
     def load() -> LoadedModel:
-        return load_model(config.model, context.progress, layout, most, predicting=drafts)
+        return load_model(config.model, context.progress, layout, max_threads, predicting=drafts)
 
-    loaded = context.kept.get((config.model, layout, most, drafts, config.checkpoint_stamp), load)
-    return with_room_for_drafts(loaded, config)
+    loaded_model = context.kept_model.get(
+        (config.model, layout, max_threads, drafts, config.checkpoint_stamp), load
+    )
+    return add_room_for_drafts(loaded_model, config)
 
 
-def _paced(
+def _apply_pace(
     runner: SegmentRunner, stats: Callable[[], ExpertStats], pacing: Pacing | None
 ) -> tuple[SegmentRunner, Callable[[], ExpertStats]]:
     """The runner with the timing of the modelled device, if there is one, and the counts with its runs."""
     if pacing is None:
         return runner, stats
-    held = PacedRunner(runner, pacing.devices.attention, pacing.pace)
-    return held, lambda: replace(stats(), pace=pacing.stats)
+    paced_runner = PacedRunner(runner, pacing.devices.attention, pacing.pace)
+    return paced_runner, lambda: replace(stats(), pace=pacing.stats)
 
 
 def _check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that need expert servers where there are none."""
-    check_shared(config)
+    check_gpu_sharing(config)
     if config.model.cudagraph_mode == "full":
         gpu_parts.check_full_graphs(config)
     if config.remote_experts:
         return
     if config.scheduler.schedule != "lockstep":
-        allowed = "lockstep without --expert-servers"
-        raise ConfigError.field("--schedule", config.scheduler.schedule, allowed)
+        allowed_value = "lockstep without --expert-servers"
+        raise ConfigError.field("--schedule", config.scheduler.schedule, allowed_value)
     if config.scheduler.combine == "partial":
         raise ConfigError.field("--combine", "partial", "exact without --expert-servers")
 
 
 def announce_layout(context: WorkerContext) -> ExpertLayout:
     """Send where the experts are in the checkpoint, so that servers can load while this worker does."""
-    layout = layout_of(context.config.model, predicting(context.config))
+    layout = read_expert_layout(context.config.model, uses_mtp(context.config))
     context.connection.send(Layout(layout))
     return layout
 
 
 def _stages(
     config: WorkerConfig,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     size: CacheSize,
     layout: ExpertLayout | None = None,
-    shared: SharedHeads | None = None,
+    shared_heads: SharedHeads | None = None,
 ) -> BlockStages:
     """The model's stages over a new cache. layout: of experts on servers."""
-    spec, device, block_size = loaded.model.spec, loaded.device, config.cache.block_size
-    kv_dtype = kv_type(config.cache, loaded)
-    memory = layer_memory(spec, size, block_size, kv_dtype, device, loaded.kernels)
+    spec, device, block_size = loaded_model.model.spec, loaded_model.device, config.cache.block_size
+    kv_dtype = choose_kv_dtype(config.cache, loaded_model)
+    memory = layer_memory(spec, size, block_size, kv_dtype, device, loaded_model.kernels)
     partial, top_k = config.scheduler.combine == "partial", 0 if layout is None else layout.top_k
     combine = Combine(partial, config.scheduler.max_num_batched_tokens, top_k, device)
-    return BlockStages(loaded.model, memory, block_size, device, combine, shared)
+    return BlockStages(loaded_model.model, memory, block_size, device, combine, shared_heads)
 
 
 def _predictor(stages: BlockStages, experts: RoutedExperts, runner: StepRunner) -> LayerPredictor | None:
@@ -221,7 +227,7 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
     if (
         context.config.model.enforce_eager
         or make_recorder is None
-        or (not on_gpu and stages.shared is not None)
+        or (not on_gpu and stages.shared_heads is not None)
     ):
         return eager
     table_width = -(-context.limits.max_model_len // stages.block_size)
@@ -232,11 +238,12 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
 def _scheduler(
     context: WorkerContext,
     blocks: KVBlocks,
-    routed: int,
+    num_routed_layers: int,
     speculation: Speculation,
     decisions: Decisions,
 ) -> Scheduler:
-    """The scheduler of a worker whose experts are on servers. routed: layers with routed experts."""
+    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed
+    experts."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
@@ -244,13 +251,13 @@ def _scheduler(
         return BarrierScheduler(limits, blocks, speculation)
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = queue_policy(scheduling.schedule, scheduling.queue_policy, urgency, history)
-    return AsyncScheduler(limits, blocks, policy, routed, decisions.top_k, decisions, speculation)
+    return AsyncScheduler(limits, blocks, policy, num_routed_layers, decisions.top_k, decisions, speculation)
 
 
 def _remote(
     context: WorkerContext,
     layout: ExpertLayout,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     observer: WorkerObserver,
     wakeup: Wakeup,
     pacing: Pacing | None,
@@ -262,8 +269,8 @@ def _remote(
     heap = HEAP_SLACK + 2 * 4 * rows * (layout.hidden + layout.top_k * (layout.hidden + 2))
     schedule, memory = config.scheduler.schedule, None
     if config.transport in ON_GPUS:
-        memory = gpu_parts.worker_memory(config.transport, str(loaded.device))
-    wrap = as_it_is if pacing is None else pacing.caller
+        memory = gpu_parts.worker_memory(config.transport, str(loaded_model.device))
+    wrap = return_unchanged if pacing is None else pacing.caller
     return RemoteExperts(
         layout,
         replicas,
@@ -272,15 +279,15 @@ def _remote(
         context.clock,
         portion_rows=told_rows if schedule in SEPARATE else None,
         every_server=schedule in IN_ROUNDS,
-        put=loaded.kernels.put,
+        put=loaded_model.kernels.put,
         observer=observer,
-        check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).finite),
+        check=AnswerCheck(Recompute(Path(config.model.model), layout, config.model.mmap).is_finite),
         relay=config.scheduler.relay if pacing is None and memory is None else "off",
         memory=memory,
     )
 
 
-def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
+def choose_curves(config: WorkerConfig, loaded_model: LoadedModel, layout: ExpertLayout) -> DeviceCurves:
     """The curves of the modelled device, of the file that is given, or of the device that computes.
 
     A worker decides by them which of its rows run alone (`policy.scheduling.minimum_batch`). A GPU that is
@@ -290,26 +297,26 @@ def curves_of(config: WorkerConfig, loaded: LoadedModel, layout: ExpertLayout) -
         return paced.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
-    model, size = loaded.model, torch.empty(0, dtype=loaded.dtype).element_size()
-    others = replace(model, experts={}).num_bytes / size / model.spec.num_layers
+    model, size = loaded_model.model, torch.empty(0, dtype=loaded_model.dtype).element_size()
+    other_parameters = replace(model, experts={}).num_bytes / size / model.spec.num_layers
     expert = 3.0 * layout.hidden * layout.width
-    if loaded.device.type != "cuda":
-        return cpu_curves(expert, others, loaded.threads, _ratio(loaded))
-    known = of_device(torch.cuda.get_device_name(loaded.device), expert, others, size)
-    return known or replace(cpu_curves(expert, others), shared=False)
+    if loaded_model.device.type != "cuda":
+        return cpu_curves(expert, other_parameters, loaded_model.threads, _measure_ratio(loaded_model))
+    device_curves = of_device(torch.cuda.get_device_name(loaded_model.device), expert, other_parameters, size)
+    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
 
 
-def _ratio(loaded: LoadedModel) -> float | None:
+def _measure_ratio(loaded_model: LoadedModel) -> float | None:
     """Rows for which the LM head is computed for as long as its weights are read."""
-    model = loaded.model
+    model = loaded_model.model
 
     def run(rows: int) -> None:
         with torch.inference_mode():
-            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded.device))
+            model.logits(torch.full((rows, model.spec.hidden_size), 0.01, device=loaded_model.device))
 
     sizes = tuple(model.head.shape)
-    known = {"kernels": loaded.kernels.name, "threads": loaded.threads, "sizes": sizes}
-    return measuring.ratio(run, {**known, "type": str(loaded.dtype)})
+    conditions = {"kernels": loaded_model.kernels.name, "threads": loaded_model.threads, "sizes": sizes}
+    return measuring.measure_ratio(run, {**conditions, "type": str(loaded_model.dtype)})
 
 
 @dataclass(frozen=True)
@@ -325,15 +332,15 @@ class PacedRunner:
 
     def begin(self, batch: TokenBatch) -> RunningStep:
         """See `SegmentRunner`."""
-        return self._held(self.runner.begin(batch), batch)
+        return self._hold_segments(self.runner.begin(batch), batch)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
         """See `SegmentRunner`."""
-        return self._held(self.runner.begin_at_segment(segment, batch, hidden), batch)
+        return self._hold_segments(self.runner.begin_at_segment(segment, batch, hidden), batch)
 
-    def _held(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
+    def _hold_segments(self, step: RunningStep, batch: TokenBatch) -> RunningStep:
         seconds = self.curve.seconds(batch.num_rows)
-        return step.around(lambda generator: _holding(generator, seconds, self.pace))
+        return step.wrap_generator(lambda generator: _holding(generator, seconds, self.pace))
 
 
 def _holding(generator: StepGenerator, seconds: float, pace: Pace) -> StepGenerator:

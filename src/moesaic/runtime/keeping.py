@@ -22,37 +22,37 @@ class KeptModel:
     """
 
     def __init__(self) -> None:
-        self.made = 0
+        self.num_loads = 0
         """Models that were loaded."""
         self.membership = JobMembership()
         """Of this process in a job of GPUs."""
-        self._loaded: LoadedModel | None = None
-        self._of: object = None
+        self._model: LoadedModel | None = None
+        self._settings: object = None
         """The settings and files that `_loaded` depends on."""
 
     @property
-    def loaded(self) -> bool:
+    def has_model(self) -> bool:
         """Whether a model is in memory."""
-        return self._loaded is not None
+        return self._model is not None
 
-    def get(self, of: object, make: Callable[[], LoadedModel]) -> LoadedModel:
+    def get(self, settings: object, make: Callable[[], LoadedModel]) -> LoadedModel:
         """The model for these settings: the one that is there, or a new one by `make`.
 
-        of: the settings and files on which the model depends. The last worker's KV cache is gone before the
-        next one is sized, and an old model before a new one is loaded.
+        settings: the settings and files on which the model depends. The last worker's KV cache is gone before
+        the next one is sized, and an old model before a new one is loaded.
         """
-        if self.made:
-            self._loaded = self._loaded if self._of == of else None
+        if self.num_loads:
+            self._model = self._model if self._settings == settings else None
             _free()
-        if self._loaded is not None:
+        if self._model is not None:
             LOG.info("the weights that were loaded before are still there")
-            return self._loaded
-        self._loaded, self._of, self.made = make(), of, self.made + 1
-        return self._loaded
+            return self._model
+        self._model, self._settings, self.num_loads = make(), settings, self.num_loads + 1
+        return self._model
 
     def drop(self) -> None:
         """Free the model, for a worker that does not take it from here."""
-        self._loaded = self._of = None
+        self._model = self._settings = None
         _free()
 
 

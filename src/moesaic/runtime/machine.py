@@ -31,8 +31,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Let the C library return each large block to the system as it is freed.
 
-    Kept blocks fragment: they took 80 MiB more at a limit of 600 MiB. `Kernels.reusing` keeps what a pass can
-    use again. Only glibc can do this; with another C library nothing happens.
+    Kept blocks fragment: they took 80 MiB more at a limit of 600 MiB. `Kernels.reuse_memory` keeps what a
+    pass can use again. Only glibc can do this; with another C library nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -23,27 +23,27 @@ from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged import PagedKV, SplitKV
+from moesaic.models.kvcache.paged_kv import PagedKV, SplitKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import ModelSpec
 from moesaic.offload.arena import Arena
 from moesaic.offload.by_expert import StreamedByExpert
-from moesaic.offload.converted import StreamedConverted
-from moesaic.offload.device import DeviceLink, DeviceMemory, Staged, stream_of
+from moesaic.offload.converted_experts import StreamedConvertedExperts
+from moesaic.offload.device import DeviceLink, DeviceMemory, StagedExperts, stream_of
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Exchanges
-from moesaic.offload.paged import PagedByExpert
-from moesaic.offload.weights import Streamed
+from moesaic.offload.paged_experts import PagedExperts
+from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.tasks import Lane
 from moesaic.runtime.machine import allowed_cpus, stay_on
-from moesaic.runtime.model_loading import LoadedModel, kv_type
+from moesaic.runtime.model_loading import LoadedModel, choose_kv_dtype
 
 Core = Callable[[], AbstractContextManager[None]]
 """A context in which the calling thread computes on one core."""
-Owned = Mapping[int, Sequence[int]]
+OwnedExperts = Mapping[int, Sequence[int]]
 """Layer -> the experts of one process, ascending."""
-CHOSEN = ("on-demand", "in-place", "split")
+CHOOSING_SCHEDULES = ("on-demand", "in-place", "split")
 """Schedules in which decode steps load chosen experts or none. On a GPU each expert then has a place, as
 experts that are converted have with every schedule."""
 
@@ -52,16 +52,16 @@ experts that are converted have with every schedule."""
 class Levels:
     """A process's routed experts on the two levels, and the links between the levels."""
 
-    experts: Streamed
+    experts: StreamedExperts
     static: Mapping[int, frozenset[int]]
     """Layer -> the experts that always stay on the fast level."""
-    down: Link
-    up: Link
+    down_link: Link
+    up_link: Link
     slow: table.Kernels
     """The kernels of the slow level's processor."""
     exchanges: Exchanges | None = None
     """Changes which experts stay. None: always the same stay."""
-    staged: bool = False
+    is_staged: bool = False
     """True: what is loaded goes through pinned memory."""
 
 
@@ -83,91 +83,108 @@ class Caches:
         return HybridMemory(self.kv, self.states, spec.state_layers, spec.num_layers)
 
 
-def levels(
+def build_levels(
     config: WorkerConfig,
     offload: Offload,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     layout: ExpertLayout,
-    owned: Owned | None = None,
+    owned_experts: OwnedExperts | None = None,
 ) -> Levels:
     """Make the levels and read the experts that stay on the fast one.
 
-    owned: layer -> the experts of this process; None: all experts.
+    owned_experts: layer -> the experts of this process; None: all experts.
     """
     path = files.resolve(config.model.model, config.model.revision)
-    of_layers = owned or {layer: range(layout.num_experts) for layer in layout.layers}
-    kept = {layer: list(mine[: offload.static_experts]) for layer, mine in of_layers.items()}
-    static = {layer: frozenset(experts) for layer, experts in kept.items()}
-    if loaded.device.type == "cuda":
-        down, up = DeviceLink(loaded.device), DeviceLink(loaded.device)
-        if offload.schedule in CHOSEN or conversion_of(Headers(path), layout) is not None:
-            paged = PagedByExpert(path, layout, kept, DeviceMemory(loaded.device), down, owned)
-            paged.load_static()
-            down.finish()
-            exchanges = paged if offload.hot else None
-            return Levels(paged, paged.static, down, up, slow_kernels(config, loaded), exchanges)
-        staged = Staged(path, layout, kept, DeviceMemory(loaded.device), down, owned)
-        staged.load_static()
-        return Levels(staged, static, down, up, slow_kernels(config, loaded), staged=True)
-    kind: type[Streamed] = StreamedByExpert if offload.hot else Streamed
+    experts_by_layer = owned_experts or {layer: range(layout.num_experts) for layer in layout.layers}
+    static_lists = {
+        layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()
+    }
+    static = {layer: frozenset(experts) for layer, experts in static_lists.items()}
+    kernels = slow_kernels(config, loaded_model)
+    if loaded_model.device.type == "cuda":
+        memory = DeviceMemory(loaded_model.device)
+        down_link, up_link = DeviceLink(loaded_model.device), DeviceLink(loaded_model.device)
+        if offload.schedule in CHOOSING_SCHEDULES or conversion_of(Headers(path), layout) is not None:
+            paged_experts = PagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
+            paged_experts.load_static()
+            down_link.finish()
+            exchanges = paged_experts if offload.hot else None
+            return Levels(paged_experts, paged_experts.static, down_link, up_link, kernels, exchanges)
+        staged_experts = StagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
+        staged_experts.load_static()
+        return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True)
+    kind: type[StreamedExperts] = StreamedByExpert if offload.hot else StreamedExperts
     if conversion_of(Headers(path), layout) is not None:
-        kind = StreamedConverted
-    arena = Arena(max(kind.memory_for(path, layout, kept, owned).total, 1 << 12))
-    paced, back = Link(offload.link), Link(offload.link)
-    link = None if offload.link is None else paced
-    streamed = kind(path, layout, kept, arena, link=link, owned=owned)
-    streamed.load_static()
-    kernels = slow_kernels(config, loaded)
-    if offload.hot and isinstance(streamed, StreamedByExpert):
-        return Levels(streamed, streamed.static, paced, back, kernels, streamed)
-    return Levels(streamed, static, paced, back, kernels)
+        kind = StreamedConvertedExperts
+    arena = Arena(max(kind.memory_for(path, layout, static_lists, owned_experts).total, 1 << 12))
+    paced_link, back_link = Link(offload.link), Link(offload.link)
+    link = None if offload.link is None else paced_link
+    streamed_experts = kind(path, layout, static_lists, arena, link=link, owned_experts=owned_experts)
+    streamed_experts.load_static()
+    if offload.hot and isinstance(streamed_experts, StreamedByExpert):
+        return Levels(
+            streamed_experts, streamed_experts.static, paced_link, back_link, kernels, streamed_experts
+        )
+    return Levels(streamed_experts, static, paced_link, back_link, kernels)
 
 
-def slow_kernels(config: WorkerConfig, loaded: LoadedModel) -> table.Kernels:
+def slow_kernels(config: WorkerConfig, loaded_model: LoadedModel) -> table.Kernels:
     """The CPU's kernels, with the number of threads that the model was loaded with.
 
     Beside Triton's kernels they are the fastest of the CPU.
     """
-    if loaded.device.type == "cpu":
-        return loaded.kernels
-    wanted = config.model.kernels
-    kernels = table.pick("cpu", "auto" if wanted == "triton" else wanted)
-    kernels.set_threads(loaded.threads, False)
+    if loaded_model.device.type == "cpu":
+        return loaded_model.kernels
+    kernel_name = config.model.kernels
+    kernels = table.pick("cpu", "auto" if kernel_name == "triton" else kernel_name)
+    kernels.set_threads(loaded_model.threads, False)
     return kernels
 
 
-def cache(config: WorkerConfig, offload: Offload, loaded: LoadedModel, size: CacheSize) -> Caches:
+def build_caches(
+    config: WorkerConfig, offload: Offload, loaded_model: LoadedModel, size: CacheSize
+) -> Caches:
     """What all layers keep: the KV cache on the levels that the policy names, and states on the fast one.
 
     All of the KV cache's memory is allocated here, so the first pass does not wait for it. Raises ConfigError
     for a dtype that the kernels of that level cannot read.
     """
-    spec, block_size, dtype = loaded.model.spec, config.cache.block_size, kv_type(config.cache, loaded)
-    device, kernels = loaded.device, loaded.kernels
+    spec, block_size, dtype = (
+        loaded_model.model.spec,
+        config.cache.block_size,
+        choose_kv_dtype(config.cache, loaded_model),
+    )
+    device, kernels = loaded_model.device, loaded_model.kernels
     if device.type == "cuda" and (offload.slow_attention or offload.slow_cache):
-        device, kernels = torch.device("cpu"), slow_kernels(config, loaded)
-        named = str(dtype).removeprefix("torch.")
-        kv_type(CacheConfig(kv_cache_dtype=named), replace(loaded, kernels=kernels))  # type: ignore[arg-type]
+        device, kernels = torch.device("cpu"), slow_kernels(config, loaded_model)
+        dtype_name = str(dtype).removeprefix("torch.")
+        choose_kv_dtype(CacheConfig(kv_cache_dtype=dtype_name), replace(loaded_model, kernels=kernels))  # type: ignore[arg-type]
     blocks = size.num_blocks
     fast = math.floor((1 - offload.slow_cache) * blocks) if 0 < offload.slow_cache < 1 else 0
-    kv = PagedKV(spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, at_once=True)
+    kv = PagedKV(
+        spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, allocate_now=True
+    )
     if fast:
-        on = loaded.device, loaded.kernels
-        return Caches(kv, None, PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *on, at_once=True))
+        device_and_kernels = loaded_model.device, loaded_model.kernels
+        return Caches(
+            kv,
+            None,
+            PagedKV(spec.kv, spec.kv_layers, fast, block_size, dtype, *device_and_kernels, allocate_now=True),
+        )
     if spec.states is None:
         return Caches(kv, None)
     layers = len(spec.state_layers)
-    return Caches(kv, StateCache(spec.states, layers, size.seats, size.snapshots, loaded.device))
+    return Caches(kv, StateCache(spec.states, layers, size.seats, size.snapshots, loaded_model.device))
 
 
-def setup_of(offload: Offload, loaded: LoadedModel) -> Setup:
+def make_lane_setup(offload: Offload, loaded_model: LoadedModel) -> Setup:
     """The context in which each lane's thread runs."""
-    if loaded.device.type == "cuda":
-        return partial(_on_stream, loaded.device)
-    return partial(on_core, allowed_cpus(), cores_of(offload, loaded.kernels)[1])
+    if loaded_model.device.type == "cuda":
+        return partial(_on_stream, loaded_model.device)
+    return partial(on_core, allowed_cpus(), choose_cores(offload, loaded_model.kernels)[1])
 
 
-def cores_of(offload: Offload, kernels: table.Kernels) -> tuple[Core, Core]:
+def choose_cores(offload: Offload, kernels: table.Kernels) -> tuple[Core, Core]:
     """The cores of the fast and the slow level. Any core, unless two cores stand for the levels."""
     if offload.link is None:
         return nullcontext, nullcontext

@@ -10,7 +10,7 @@ from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.kernels import table
-from moesaic.kernels.matrix import number_of
+from moesaic.kernels.matrix import number_dtype
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.model import Model
@@ -37,7 +37,7 @@ class LoadedModel:
 def load_model(
     config: ModelConfig,
     progress: Progress | None = None,
-    elsewhere: ExpertLayout | None = None,
+    expert_layout: ExpertLayout | None = None,
     most_threads: int | None = None,
     shard: Shard = WHOLE,
     own_memory: bool = False,
@@ -45,17 +45,17 @@ def load_model(
 ) -> LoadedModel:
     """Read the checkpoint onto the device that `config` names.
 
-    elsewhere: routed experts that are not read. most_threads: this process's share of the cores. shard: the
-    attention heads that are read. own_memory: copy the files instead of mapping them, and return freed memory
-    to the system, since memory is short. predicting: also read the layer that predicts the token after the
-    next one.
+    expert_layout: routed experts that are not read. most_threads: this process's share of the cores. shard:
+    the attention heads that are read. own_memory: copy the files instead of mapping them, and return freed
+    memory to the system, since memory is short. predicting: also read the layer that predicts the token after
+    the next one.
     """
     (return_freed_memory if own_memory else keep_freed_memory)()
-    device = device_of(config)
+    device = select_device(config)
     kernels = table.pick(str(device), config.kernels)
     path = files.resolve(config.model, config.revision)
-    with_experts = elsewhere is None
-    mapped = config.mmap and not own_memory
+    with_experts = expert_layout is None
+    use_mmap = config.mmap and not own_memory
     model = registry.load(
         path,
         kernels,
@@ -64,17 +64,17 @@ def load_model(
         with_experts,
         progress,
         shard,
-        mapped,
+        use_mmap,
         config.max_model_len,
         predicting,
     )
-    num_bytes = model.num_bytes + (0 if elsewhere is None else elsewhere.num_bytes)
+    num_bytes = model.num_bytes + (0 if expert_layout is None else expert_layout.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
-    return LoadedModel(model, device, number_of(model.head), kernels, threads)
+    return LoadedModel(model, device, number_dtype(model.head), kernels, threads)
 
 
-def device_of(config: ModelConfig) -> torch.device:
+def select_device(config: ModelConfig) -> torch.device:
     """The device that --device selects. Raises ConfigError for cuda where torch has no CUDA."""
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -83,45 +83,49 @@ def device_of(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
-def gpus_of(config: ModelConfig) -> int:
+def count_gpus(config: ModelConfig) -> int:
     """The number of GPUs that this process sees; 0 if the model computes on a CPU."""
-    return torch.cuda.device_count() if device_of(config).type == "cuda" else 0
+    return torch.cuda.device_count() if select_device(config).type == "cuda" else 0
 
 
-def check_shared(config: WorkerConfig) -> None:
+def check_gpu_sharing(config: WorkerConfig) -> None:
     """Refuse an automatic KV cache on a GPU that processes share.
 
     Raises ConfigError where another process may load into the GPU while this one measures what is free.
     """
-    gpus = gpus_of(config.model)
-    shared = gpus > 0 and (config.beside > 0 or config.parallel.tensor_parallel_size > gpus)
-    if shared and config.cache.kv_cache_memory == "auto":
+    gpus = count_gpus(config.model)
+    is_shared = gpus > 0 and (config.beside > 0 or config.parallel.tensor_parallel_size > gpus)
+    if is_shared and config.cache.kv_cache_memory == "auto":
         raise ConfigError.field(
             "--kv-cache-memory", "auto", "a size, such as 4GiB, where several processes share a GPU"
         )
 
 
-def layout_of(config: ModelConfig, predicting: bool = False) -> ExpertLayout:
+def read_expert_layout(config: ModelConfig, predicting: bool = False) -> ExpertLayout:
     """Where the checkpoint has its routed experts, for the kernels and the device that `config` names.
 
     predicting: with those of the layer that predicts the token after the next one.
     """
-    device, path = str(device_of(config)), files.resolve(config.model, config.revision)
+    device, path = str(select_device(config)), files.resolve(config.model, config.revision)
     kernels = table.pick(device, config.kernels)
     return registry.expert_layout(path, kernels, device, config.dtype, predicting)
 
 
-def kv_type(config: CacheConfig, loaded: LoadedModel) -> torch.dtype:
+def choose_kv_dtype(config: CacheConfig, loaded_model: LoadedModel) -> torch.dtype:
     """The dtype of the KV cache. Raises ConfigError for one that the kernels cannot read."""
     if config.kv_cache_dtype == "auto":
-        return torch.float32 if loaded.device.type == "cpu" else loaded.dtype
+        return torch.float32 if loaded_model.device.type == "cpu" else loaded_model.dtype
     dtype = registry.CACHE_DTYPES[config.kv_cache_dtype]
-    if dtype not in loaded.kernels.cached:
-        allowed = ", ".join(
-            name for name, one in registry.CACHE_DTYPES.items() if one in loaded.kernels.cached
+    if dtype not in loaded_model.kernels.cache_dtypes:
+        allowed_names = ", ".join(
+            name
+            for name, cache_dtype in registry.CACHE_DTYPES.items()
+            if cache_dtype in loaded_model.kernels.cache_dtypes
         )
         raise ConfigError.field(
-            "--kv-cache-dtype", config.kv_cache_dtype, f"auto, {allowed} with {loaded.kernels.name} kernels"
+            "--kv-cache-dtype",
+            config.kv_cache_dtype,
+            f"auto, {allowed_names} with {loaded_model.kernels.name} kernels",
         )
     return dtype
 

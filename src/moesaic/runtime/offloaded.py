@@ -21,7 +21,7 @@ from moesaic.models.checkpoint import Progress
 from moesaic.models.conversion import conversion_of, sizes_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, Headers
 from moesaic.models.spec import ModelSpec
-from moesaic.offload import converted
+from moesaic.offload import converted_experts
 from moesaic.offload.caches import Cache, HybridCache, MovingCache, ResidentCache
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
@@ -34,19 +34,27 @@ from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES, Schedule
 from moesaic.policy.offloading.policies import Policy
 from moesaic.policy.offloading.revising import Revising
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from moesaic.runtime.cache_size import block_pool, cache_size_of
+from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.memory_levels import Caches, Core, Levels, cache, cores_of, levels, setup_of
+from moesaic.runtime.memory_levels import (
+    Caches,
+    Core,
+    Levels,
+    build_caches,
+    build_levels,
+    choose_cores,
+    make_lane_setup,
+)
 from moesaic.runtime.model_loading import (
     LoadedModel,
+    choose_kv_dtype,
     context_length,
-    device_of,
-    kv_type,
-    layout_of,
     load_model,
+    read_expert_layout,
+    select_device,
 )
 from moesaic.runtime.step.running_step import StepResult, WholeStep
-from moesaic.runtime.tracing import observer_of
+from moesaic.runtime.tracing import make_observer
 
 LINGER = 0.05
 """Seconds that an idle worker waits for a further request before its first pass. A pass may read the model
@@ -56,18 +64,18 @@ from a disk, so one for the first request alone takes as long as one for all."""
 def check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that do not work with a model larger than the fast memory."""
     scheduler = config.scheduler
-    for flag, value, allowed in (
+    for flag, value, allowed_value in (
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
         ("--record-routing", config.record, None),
         ("--speculative-config", scheduler.speculative_config, None),
     ):
-        if value != allowed:
-            allowed_text = "nothing" if allowed is None else str(allowed)
+        if value != allowed_value:
+            allowed_text = "nothing" if allowed_value is None else str(allowed_value)
             raise ConfigError.field(flag, value, f"{allowed_text} with --fast-memory")
     offload = config.offload
-    if offload is not None and offload.link is not None and on_gpu(config.model):
+    if offload is not None and offload.link is not None and is_on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
     if offload is not None:
         _check_attention(offload)
@@ -79,69 +87,71 @@ def _check_attention(offload: Offload) -> None:
     """Raises ConfigError where the schedule decides who computes attention and `slow_attention` differs."""
     if (offload.schedule == "split") != (offload.prices is not None):
         raise ConfigError.field("prices", offload.prices, "prices with split, and nothing with others")
-    forced = FORCED.get(_policy(offload).schedule, offload.slow_attention)
-    if forced != offload.slow_attention:
-        raise ConfigError.field("slow_attention", offload.slow_attention, f"{forced} with {offload.schedule}")
-    allowed = "1 with attention on the slow level" if offload.slow_attention else "0 to 1"
+    forced_attention = FORCED.get(_policy(offload).schedule, offload.slow_attention)
+    if forced_attention != offload.slow_attention:
+        raise ConfigError.field(
+            "slow_attention", offload.slow_attention, f"{forced_attention} with {offload.schedule}"
+        )
+    allowed_shares = "1 with attention on the slow level" if offload.slow_attention else "0 to 1"
     if not 0 <= offload.slow_cache <= 1 or (offload.slow_attention and 0 < offload.slow_cache < 1):
-        raise ConfigError.field("slow_cache", offload.slow_cache, allowed)
+        raise ConfigError.field("slow_cache", offload.slow_cache, allowed_shares)
 
 
-def _check_padded(padded: int, most: int) -> None:
-    if not 1 <= padded <= most:
-        raise ConfigError.field("padded", padded, f"1 to {most}, the most tokens of a request")
+def _check_padded(padded_tokens: int, max_tokens: int) -> None:
+    if not 1 <= padded_tokens <= max_tokens:
+        raise ConfigError.field("padded", padded_tokens, f"1 to {max_tokens}, the most tokens of a request")
 
 
 def check_states(config: WorkerConfig, offload: Offload, spec: ModelSpec) -> None:
     """Raises ConfigError for settings that do not work with states of linear attention."""
     if spec.states is None:
         return
-    why = "for a model with linear attention"
+    condition = "for a model with linear attention"
     if offload.padded is not None:
-        raise ConfigError.field("--pad", "true", f"false {why}")
+        raise ConfigError.field("--pad", "true", f"false {condition}")
     if 0 < offload.slow_cache < 1:
-        raise ConfigError.field("slow_cache", offload.slow_cache, f"0 or 1 {why}")
-    if on_gpu(config.model):
-        raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, {why}")
+        raise ConfigError.field("slow_cache", offload.slow_cache, f"0 or 1 {condition}")
+    if is_on_gpu(config.model):
+        raise ConfigError.field("--device", "cuda", f"cpu with --fast-memory, {condition}")
 
 
-def on_gpu(config: ModelConfig) -> bool:
+def is_on_gpu(config: ModelConfig) -> bool:
     """Whether the levels are a GPU's memory and RAM. Otherwise they are RAM and the disk."""
-    return device_of(config).type == "cuda"
+    return select_device(config).type == "cuda"
 
 
-def over_disk(config: WorkerConfig) -> bool:
+def is_over_disk(config: WorkerConfig) -> bool:
     """Whether the slow level is the disk. Then everything that is not streamed must fit into memory."""
     offload = config.offload
-    return offload is not None and offload.link is None and not on_gpu(config.model)
+    return offload is not None and offload.link is None and not is_on_gpu(config.model)
 
 
 def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     """Load what stays on the fast level and build the parts of the worker."""
     config, limits = context.config, context.limits
     check(config)
-    loaded, layout = load(config, offload, context.progress)
-    kv_dtype = kv_type(config.cache, loaded)
-    size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype)
-    check_states(config, offload, loaded.model.spec)
-    caches = cache(config, offload, loaded, size)
-    observer = observer_of(config.trace, context.clock)
-    runner = join(config, offload, loaded, layout, caches, observer.pass_ended)
+    loaded_model, layout = load(config, offload, context.progress)
+    kv_dtype = choose_kv_dtype(config.cache, loaded_model)
+    size = compute_cache_size(config, loaded_model, limits.max_model_len, kv_dtype)
+    check_states(config, offload, loaded_model.model.spec)
+    caches = build_caches(config, offload, loaded_model, size)
+    observer = make_observer(config.trace, context.clock)
+    runner = join(config, offload, loaded_model, layout, caches, observer.on_pass_ended)
     if offload.choices:
         runner = replace(runner, revising=Revising(offload.loads, offload.choices))
-    blocks = block_pool(config.cache, size, offload.padded)
+    blocks = make_block_pool(config.cache, size, offload.padded)
     return WorkerParts(
-        loaded,
+        loaded_model,
         kv_dtype,
         size,
         runner,
         LockstepScheduler(limits, blocks),
-        caches.memory(loaded.model.spec),
+        caches.memory(loaded_model.model.spec),
         expert_stats=runner.stats,
         observer=observer,
         logit_rows=offload.logit_rows,
         linger=0.0 if offload.choices else LINGER,
-        elsewhere=layout,
+        expert_layout=layout,
     )
 
 
@@ -164,13 +174,13 @@ class OffloadedRunner:
 
     def stats(self) -> ExpertStats:
         """Statistics of the passes so far."""
-        found, revising = self.passes.residency, self.revising
-        by_choice, paged = self.passes.decode_steps
+        residency, revising = self.passes.residency, self.revising
+        by_choice, paged_steps = self.passes.decode_steps
         return ExpertStats(
             passes=self.passes.stats(),
-            residency=replace(found, held_bytes=found.hits * self.expert_bytes),
+            residency=replace(residency, held_bytes=residency.hits * self.expert_bytes),
             plan=PlanStats(
-                by_choice, paged, self.passes.policy.micro_batch, revising.revisions if revising else 0
+                by_choice, paged_steps, self.passes.policy.micro_batch, revising.revisions if revising else 0
             ),
         )
 
@@ -186,7 +196,7 @@ class OffloadedRunner:
         choice = revising.at(requests, float(batch.context_lens.mean()))
         policy = replace(
             self.passes.policy,
-            schedule=schedule_of(choice.schedule),
+            schedule=parse_schedule(choice.schedule),
             micro_batch=choice.micro_batch,
             micro_batches=-(-requests // choice.micro_batch),
             likely_experts=choice.likely_experts,
@@ -201,7 +211,7 @@ def load(
     """Load everything but the routed experts onto the fast level, and find the experts in the checkpoint."""
     layout = paged_layout(config.model)
     threads = 1 if offload.link is not None else config.most_threads
-    return load_model(config.model, progress, layout, threads, own_memory=over_disk(config)), layout
+    return load_model(config.model, progress, layout, threads, own_memory=is_over_disk(config)), layout
 
 
 def paged_layout(config: ModelConfig) -> ExpertLayout:
@@ -211,14 +221,14 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     compressed ones and those in columns are converted.
     """
     path = files.resolve(config.model, config.revision)
-    layout = layout_of(config)
+    layout = read_expert_layout(config)
     _require_like_types(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
-    stored = None if headers.quantized(*first) is not None else headers.find(*first).dtype
-    if stored not in (None, COMPRESSED_ROWS, STORED.get(layout.dtype)):
-        kernels = table.pick(str(device_of(config)), config.kernels).name
+    stored_dtype = None if headers.find_quantized(*first) is not None else headers.find(*first).dtype
+    if stored_dtype not in (None, COMPRESSED_ROWS, STORED.get(layout.dtype)):
+        kernels = table.pick(str(select_device(config)), config.kernels).name
         raise ConfigError(
-            f"--fast-memory: the experts of {path} are stored as {stored}, which {kernels} kernels "
+            f"--fast-memory: the experts of {path} are stored as {stored_dtype}, which {kernels} kernels "
             f"compute from as {layout.dtype}; allowed: experts that are computed from as they are stored, "
             "or quantised or compressed"
         )
@@ -227,16 +237,16 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
 
 def _require_like_types(layout: ExpertLayout, path: Path) -> None:
     """Raises ConfigError if experts are quantised in some layers only: a plan counts one way to load them."""
-    for layer, other in layout.others.items():
-        if is_packed(other) != is_packed(layout.dtype):
+    for layer, dtype in layout.others.items():
+        if is_packed(dtype) != is_packed(layout.dtype):
             kinds = "quantised types" if is_packed(layout.dtype) else layout.dtype
             raise ConfigError(
-                f"--fast-memory: the experts of {path}: layer {layer}: got {other}; allowed: {kinds}, as in "
+                f"--fast-memory: the experts of {path}: layer {layer}: got {dtype}; allowed: {kinds}, as in "
                 f"layer {layout.layers[0]}"
             )
 
 
-def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:
+def find_conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | None:
     """What happens to an expert that is loaded: the name of its conversion (`models.conversion`), how many
     bytes of the files are converted, and a function that converts those of one expert again and again.
 
@@ -244,17 +254,21 @@ def conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]] | N
     """
     layout, path = paged_layout(config), files.resolve(config.model, config.revision)
     headers = Headers(path)
-    found = conversion_of(headers, layout)
-    if found is None:
+    expert_conversion = conversion_of(headers, layout)
+    if expert_conversion is None:
         return None
     layer = next(layer for layer in layout.layers if layout.dtype_of(layer) == layout.largest)
-    return found.name, sizes_of(headers, layout, layer)[0], converted.repeated(path, layout, layer)
+    return (
+        expert_conversion.name,
+        sizes_of(headers, layout, layer)[0],
+        converted_experts.repeat_conversion(path, layout, layer),
+    )
 
 
 def join(
     config: WorkerConfig,
     offload: Offload,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     layout: ExpertLayout,
     caches: Caches,
     observe: Observe | None = None,
@@ -264,78 +278,82 @@ def join(
     caches: of all layers. observe: gets the tasks and times of every pass.
     """
     path = files.resolve(config.model.model, config.model.revision)
-    memory = levels(config, offload, loaded, layout)
+    memory = build_levels(config, offload, loaded_model, layout)
     slow = None
     split = offload.schedule == "split"
     if split or offload.schedule == "in-place":
-        every = {layer: range(layout.num_experts) for layer in layout.layers}
-        there = registry.load_experts(path, memory.slow, every, dtype=layout.dtype)
-        slow = SlowExperts(there, memory.slow, by_price=split)
-    after = LocalPostAttention(loaded.model, memory.experts, memory.static, memory.down, memory.up, slow)
-    splitting = Splitting(offload.prices, memory.static, after) if split and offload.prices else None
-    parts = PassParts(loaded, memory, after, layout.num_experts, caches, splitting)
-    passes = passes_over(config, offload, parts, observe)
-    return OffloadedRunner(passes, cores_of(offload, loaded.kernels)[0], layout.expert_bytes)
+        experts_by_layer = {layer: range(layout.num_experts) for layer in layout.layers}
+        slow_weights = registry.load_experts(path, memory.slow, experts_by_layer, dtype=layout.dtype)
+        slow = SlowExperts(slow_weights, memory.slow, by_price=split)
+    post_attention = LocalPostAttention(
+        loaded_model.model, memory.experts, memory.static, memory.down_link, memory.up_link, slow
+    )
+    splitting = Splitting(offload.prices, memory.static, post_attention) if split and offload.prices else None
+    parts = PassParts(loaded_model, memory, post_attention, layout.num_experts, caches, splitting)
+    passes = build_passes(config, offload, parts, observe)
+    return OffloadedRunner(passes, choose_cores(offload, loaded_model.kernels)[0], layout.expert_bytes)
 
 
 @dataclass(frozen=True)
 class PassParts:
     """What the passes of a process compute with."""
 
-    loaded: LoadedModel
+    loaded_model: LoadedModel
     levels: Levels
-    after: PostAttention
-    experts: int
+    post_attention: PostAttention
+    max_experts: int
     """See PassSettings."""
     caches: Caches
     splitting: Splitting | None = None
 
 
-def passes_over(
+def build_passes(
     config: WorkerConfig, offload: Offload, parts: PassParts, observe: Observe | None = None
 ) -> Passes:
     """The passes of a process. The threads of their lanes end when the passes are deleted."""
-    loaded, memory, after = parts.loaded, parts.levels, parts.after
+    loaded_model, memory, post_attention = parts.loaded_model, parts.levels, parts.post_attention
     kv, states = parts.caches.kv, parts.caches.states
-    model, size = loaded.model, config.cache.block_size
+    model, size = loaded_model.model, config.cache.block_size
     slow_blocks = (
         [block.with_attention_kernels(memory.slow) for block in model.blocks]
         if offload.slow_attention
         else ()
     )
     likely = offload.likely_experts
-    both = memory.experts, memory.static, memory.down, memory.up
-    operations = Operations(model, *both, after, slow_blocks, likely, memory.exchanges, parts.splitting)
-    padded = offload.padded
-    resident: Cache = ResidentCache(kv, size) if padded is None else PaddedResidentCache(kv, size)
+    experts_and_links = memory.experts, memory.static, memory.down_link, memory.up_link
+    operations = Operations(
+        model, *experts_and_links, post_attention, slow_blocks, likely, memory.exchanges, parts.splitting
+    )
+    padded_tokens = offload.padded
+    resident: Cache = ResidentCache(kv, size) if padded_tokens is None else PaddedResidentCache(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:
-        kind = MovingCache if padded is None else PaddedMovingCache
+        kind = MovingCache if padded_tokens is None else PaddedMovingCache
         moving = kind(
             kv,
             model.spec.kv,
             size,
-            loaded.kernels,
-            memory.down,
-            memory.up,
-            loaded.device,
+            loaded_model.kernels,
+            memory.down_link,
+            memory.up_link,
+            loaded_model.device,
             parts.caches.fast,
         )
-    lanes = Lanes(setup_of(offload, loaded))
+    lanes = Lanes(make_lane_setup(offload, loaded_model))
     if states is not None:
         layers = model.spec.state_layers, model.spec.num_layers
-        resident, moving = (HybridCache(one, states, *layers) for one in (resident, moving))
+        resident, moving = (HybridCache(kv_cache, states, *layers) for kv_cache in (resident, moving))
     decodes = resident if offload.slow_attention else moving
-    rows: Rows = UNPADDED if padded is None else Padding(padded, size)
-    settings = PassSettings(_policy(offload), offload.prefill_rows, parts.experts, rows, memory.staged)
+    rows: Rows = UNPADDED if padded_tokens is None else Padding(padded_tokens, size)
+    settings = PassSettings(_policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged)
     passes = Passes(model, settings, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes
 
 
-def schedule_of(name: str) -> Schedule:
+def parse_schedule(name: str) -> Schedule:
     """The schedule of this name. Raises ConfigError for an unknown one."""
-    schedule = next((one for one in SCHEDULES if one == name), None)
+    schedule = next((known_schedule for known_schedule in SCHEDULES if known_schedule == name), None)
     if schedule is None:
         raise ConfigError.field("--offload-schedule", name, ", ".join(SCHEDULES))
     return schedule
@@ -343,7 +361,7 @@ def schedule_of(name: str) -> Schedule:
 
 def _policy(offload: Offload) -> Policy:
     return Policy(
-        schedule=schedule_of(offload.schedule),
+        schedule=parse_schedule(offload.schedule),
         micro_batch=offload.micro_batch,
         micro_batches=offload.micro_batches,
         slow_attention=offload.slow_attention,

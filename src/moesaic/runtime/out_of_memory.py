@@ -12,7 +12,7 @@ from moesaic.core.errors import ConfigError
 
 
 @contextmanager
-def explained(config: WorkerConfig) -> Iterator[None]:
+def explain(config: WorkerConfig) -> Iterator[None]:
     """Code that loads a model and allocates its cache. Raises ConfigError when memory is used up."""
     try:
         yield
@@ -26,11 +26,11 @@ def explained(config: WorkerConfig) -> Iterator[None]:
         raise ConfigError(f"{text} ({_first_sentence(error)})") from error
 
 
-def of_step(error: torch.OutOfMemoryError) -> str:
+def describe_step_error(error: torch.OutOfMemoryError) -> str:
     """The message for a step that ran out of memory."""
-    allowed = "fewer rows at a time (--max-num-batched-tokens, --max-num-seqs)"
+    allowed_text = "fewer rows at a time (--max-num-batched-tokens, --max-num-seqs)"
     reason = _first_sentence(error)
-    return f"a step: {reason}; allowed: {allowed}, or less in --kv-cache-memory or --fast-memory"
+    return f"a step: {reason}; allowed: {allowed_text}, or less in --kv-cache-memory or --fast-memory"
 
 
 def _first_sentence(error: Exception) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
-from moesaic.runtime.sampling.checking import Sampled
+from moesaic.runtime.sampling.checking import SampledTokens
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.running_step import Step, StepResult
 
@@ -28,11 +28,11 @@ from moesaic.runtime.step.running_step import Step, StepResult
 class Predictor(Protocol):
     """Runs that layer over the rows of steps."""
 
-    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> Step:
+    def begin(self, plan: StepPlan, result: StepResult, new_tokens: SampledTokens) -> Step:
         """Begin a step through that layer. It keeps nothing of `result`, so another step may begin.
 
-        result: of the step of `plan`. found: its new tokens. The hidden states [p, h] of the new step are
-        those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
+        result: of the step of `plan`. new_tokens: its new tokens. The hidden states [p, h] of the new step
+        are those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
         """
         ...
 
@@ -62,39 +62,39 @@ class LayerPredictor:
     graphs: PredictionRunner | None = None
     """Records what follows decode steps. None: nothing is recorded."""
 
-    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> Step:
+    def begin(self, plan: StepPlan, result: StepResult, new_tokens: SampledTokens) -> Step:
         """See `Predictor`. Without rows it still sends an empty request to the experts."""
         model, device = self.runner.stages.model, self.runner.stages.device
         assert model.prediction is not None
-        batch, rows = known_rows(plan, found)
+        batch, rows = select_known_rows(plan, new_tokens)
         hidden = result.hidden if result.rows is None else result.rows
         if batch.num_rows and self.graphs is not None and self.graphs.records(plan.batch):
             return self.graphs.begin_prediction(batch, hidden, rows)
-        kept = hidden[torch.from_numpy(rows).to(device)]
-        before = model.before_prediction(kept, torch.from_numpy(batch.token_ids).to(device))
+        known_hidden = hidden[torch.from_numpy(rows).to(device)]
+        prediction_input = model.enter_prediction(known_hidden, torch.from_numpy(batch.token_ids).to(device))
         layer = model.prediction.layer
-        return self.runner.begin_layers(range(layer, layer + 1), batch, before)
+        return self.runner.begin_layers(range(layer, layer + 1), batch, prediction_input)
 
 
-def known_rows(plan: StepPlan, found: Sampled) -> tuple[TokenBatch, IntArray]:
+def select_known_rows(plan: StepPlan, new_tokens: SampledTokens) -> tuple[TokenBatch, IntArray]:
     """The rows of a step that count, each with the token after it as its input.
 
     Their numbers in the step are returned beside them. Rows of wrong drafted tokens do not count. logit_rows
     are the last ones of plan.sampled.
     """
     batch = plan.batch
-    counts = np.ones(len(plan.sampled), np.int64) if found.counts is None else found.counts
-    drafted = plan.drafted if len(plan.drafted) else np.zeros(len(plan.sampled), np.int64)
+    counts = np.ones(len(plan.sampled), np.int64) if new_tokens.counts is None else new_tokens.counts
+    num_drafted = plan.drafted if len(plan.drafted) else np.zeros(len(plan.sampled), np.int64)
     stops, following = batch.query_starts[1:].copy(), plan.following.copy()
-    stops[plan.sampled] -= drafted - (counts - 1)
-    newest = found.tokens[np.cumsum(counts) - 1] if len(counts) else found.tokens
+    stops[plan.sampled] -= num_drafted - (counts - 1)
+    newest = new_tokens.tokens[np.cumsum(counts) - 1] if len(counts) else new_tokens.tokens
     following[plan.sampled] = np.maximum(newest, 0)  # an answer that ended without a token needs no draft
     lengths = stops - batch.query_starts[:-1]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.arange(starts[-1]) + np.repeat(batch.query_starts[:-1] - starts[:-1], lengths)
     tokens = np.append(batch.token_ids, 0)[rows + 1]
     tokens[starts[1:] - 1] = following
-    known = TokenBatch(
+    known_batch = TokenBatch(
         token_ids=tokens,
         positions=batch.positions[rows],
         query_starts=starts,
@@ -102,4 +102,4 @@ def known_rows(plan: StepPlan, found: Sampled) -> tuple[TokenBatch, IntArray]:
         block_tables=batch.block_tables,
         logit_rows=starts[plan.sampled + 1] - 1,
     )
-    return known, rows
+    return known_batch, rows

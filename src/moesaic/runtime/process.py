@@ -33,13 +33,13 @@ def serve(
     config: WorkerConfig,
     wakeup: Wakeup,
     weights: str = "",
-    kept: KeptModel | None = None,
+    kept_model: KeptModel | None = None,
 ) -> int:
     """Serve until the other end of the connection sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message. weights: fingerprint of the checkpoint, for a worker that joined.
-    kept: has the weights that were loaded for the last supervisor, and gets those of this one. Then nothing
-    else of the worker is left when this raises ConnectionLost. None: the process ends then.
+    kept_model: has the weights that were loaded for the last supervisor, and gets those of this one. Then
+    nothing else of the worker is left when this raises ConnectionLost. None: the process ends then.
 
     Raises ConnectionLost when the other end is gone, and ConfigError or CheckpointError for what the user has
     to change.
@@ -47,7 +47,7 @@ def serve(
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
 
-    def lost(reason: str) -> None:
+    def end(reason: str) -> None:
         """End this process because another rank of its group ended. An idle group would not notice."""
         logging.warning("%s; this worker ends too", reason)
         with contextlib.suppress(ConnectionLost):
@@ -55,12 +55,12 @@ def serve(
                 connection.send(messages.Failed(reason, user_error=False))
         os._exit(1)
 
-    told, own = _progress(connection), kept or KeptModel()
-    context = WorkerContext(config, connection, time.monotonic, told, wakeup=wakeup, lost=lost, kept=own)
+    parts, model = (config, connection, time.monotonic, _make_progress(connection)), kept_model or KeptModel()
+    context = WorkerContext(*parts, wakeup=wakeup, on_rank_lost=end, kept_model=model)
     try:
         worker, info = build_worker(context)
     except ConnectionLost as error:
-        if kept is not None:
+        if kept_model is not None:
             raise
         raise ConfigError(str(error)) from error  # such as that of a rank that could not be started
     try:
@@ -70,26 +70,26 @@ def serve(
             threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
         worker.run()
     except ConnectionLost as error:
-        if kept is not None:
+        if kept_model is not None:
             worker.close()
         if not config.supervised:  # a supervisor starts another worker; otherwise the user needs the reason
             connection.send(messages.Failed(str(error), user_error=False))
         raise
     except torch.OutOfMemoryError as error:
-        raise ConfigError(out_of_memory.of_step(error)) from error
+        raise ConfigError(out_of_memory.describe_step_error(error)) from error
     return 0
 
 
-def _progress(connection: StreamConnection) -> Progress:
+def _make_progress(connection: StreamConnection) -> Progress:
     """Tells the engine how much is loaded, now and then."""
-    sent = 0.0
+    sent_at = 0.0
 
-    def progress(done: int, total: int) -> None:
-        nonlocal sent
+    def progress(done_bytes: int, total: int) -> None:
+        nonlocal sent_at
         now = time.monotonic()
-        if now - sent > 0.2 or done == total:
-            sent = now
-            connection.send(messages.Loading(done, total))
+        if now - sent_at > 0.2 or done_bytes == total:
+            sent_at = now
+            connection.send(messages.Loading(done_bytes, total))
 
     return progress
 

@@ -17,10 +17,10 @@ from moesaic.core.request import TokenRoute
 from moesaic.core.tokens import IntArray
 from moesaic.experts.remote import RemoteExperts
 from moesaic.policy.scheduling.schedulers.actions import Admit, Release, StepPlan
-from moesaic.runtime.sampling.checking import Sampled
+from moesaic.runtime.sampling.checking import SampledTokens
 from moesaic.runtime.step.running_step import ChosenExperts
 
-NOBODY = -1
+NO_SERVER = -1
 """In place of a server: its answer has not come, or it was of no use."""
 
 
@@ -43,7 +43,7 @@ class TokenRoutes:
     def __init__(self, layers: tuple[int, ...], remote: RemoteExperts | None = None) -> None:
         self.layers = layers
         self._remote = remote
-        self._wanted: set[int] = set()
+        self._asking_requests: set[int] = set()
         """The running requests that ask."""
         self._plan: StepPlan | None = None
         self._rows: dict[int, dict[int, _Rows]] = {}
@@ -51,12 +51,14 @@ class TokenRoutes:
 
     def admit(self, action: Admit) -> None:
         """These requests join the batch."""
-        self._wanted.update(one.request_id for one in action.requests if one.params.return_routed_experts)
+        self._asking_requests.update(
+            request.request_id for request in action.requests if request.params.return_routed_experts
+        )
         self._watch()
 
     def release(self, action: Release) -> None:
         """These requests ended or were preempted."""
-        self._wanted.difference_update(action.request_ids)
+        self._asking_requests.difference_update(action.request_ids)
         for request in action.request_ids:
             self._rows.pop(request, None)
         self._watch()
@@ -65,64 +67,71 @@ class TokenRoutes:
         """What is sent from now on belongs to `plan`."""
         self._plan = plan
 
-    def sent(self, layer: int, experts: IntArray, servers: IntArray) -> None:
+    def on_rows_sent(self, layer: int, experts: IntArray, servers: IntArray) -> None:
         """The rows of the plan were sent to the experts of `layer`.
 
         experts: [n * k]. servers: [n * k] into which the client writes later.
         """
         plan = self._plan
-        if plan is None or not self._wanted or layer not in self.layers:
+        if plan is None or not self._asking_requests or layer not in self.layers:
             return  # as for a layer that only drafts tokens
         pairs = len(experts) // max(1, plan.batch.num_rows)
-        for _, request, start, stop in self._mine(plan):
+        for _, request, start, stop in self._find_asking(plan):
             part = slice(start * pairs, stop * pairs)
             rows = _Rows(experts[part].reshape(-1, pairs).copy(), servers[part].reshape(-1, pairs))
             self._rows.setdefault(request, {})[layer] = rows
 
-    def of(self, plan: StepPlan, found: Sampled, expert_ids: ChosenExperts) -> list[TokenRoute | None]:
+    def collect(
+        self, plan: StepPlan, new_tokens: SampledTokens, expert_ids: ChosenExperts
+    ) -> list[TokenRoute | None]:
         """The routes of the tokens of a step, one per token. Empty if no request of the step asks.
 
         expert_ids: [n, k] of its rows for each layer, where this process computes the experts.
         """
-        mine = self._mine(plan) if self._wanted else []
-        if not mine:
+        asking = self._find_asking(plan) if self._asking_requests else []
+        if not asking:
             return []
-        counts = np.ones(len(plan.sampled), dtype=np.int64) if found.counts is None else found.counts
+        counts = (
+            np.ones(len(plan.sampled), dtype=np.int64) if new_tokens.counts is None else new_tokens.counts
+        )
         begins = np.cumsum(counts) - counts
         routes: list[TokenRoute | None] = [None] * int(counts.sum())
-        for entry, request, start, _ in mine:
+        for entry, request, start, _ in asking:
             for number in range(int(counts[entry])):
                 if self._remote is None:
-                    route = _computed_here(expert_ids, start + number)
+                    route = _read_gate_route(expert_ids, start + number)
                 else:
-                    route = self._answered(self._rows.get(request, {}), number)
+                    route = self._read_server_route(self._rows.get(request, {}), number)
                 routes[int(begins[entry]) + number] = route
         return routes
 
-    def _answered(self, rows: dict[int, _Rows], number: int) -> TokenRoute:
-        found = [rows[layer] for layer in self.layers]
+    def _read_server_route(self, rows: dict[int, _Rows], number: int) -> TokenRoute:
+        rows_of_layers = [rows[layer] for layer in self.layers]
         return TokenRoute(
-            [one.experts[number].tolist() for one in found], [one.servers[number].tolist() for one in found]
+            [layer_rows.experts[number].tolist() for layer_rows in rows_of_layers],
+            [layer_rows.servers[number].tolist() for layer_rows in rows_of_layers],
         )
 
-    def _mine(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
+    def _find_asking(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
         """Of each sampled sequence that asks: its index in `plan.sampled`, its request, the start and stop of
         the rows from which its tokens may be sampled.
         """
         stops = plan.batch.query_starts[plan.sampled + 1].tolist()
-        drafted = plan.drafted.tolist() or [0] * len(stops)
+        num_drafted = plan.drafted.tolist() or [0] * len(stops)
         requests = plan.request_ids[plan.sampled].tolist()
         return [
-            (entry, request, stop - 1 - more, stop)
-            for entry, (request, stop, more) in enumerate(zip(requests, stops, drafted, strict=True))
-            if request in self._wanted
+            (entry, request, stop - 1 - num_drafts, stop)
+            for entry, (request, stop, num_drafts) in enumerate(
+                zip(requests, stops, num_drafted, strict=True)
+            )
+            if request in self._asking_requests
         ]
 
     def _watch(self) -> None:
         if self._remote is not None:
-            self._remote.routes = self if self._wanted else None
+            self._remote.routes = self if self._asking_requests else None
 
 
-def _computed_here(expert_ids: ChosenExperts, row: int) -> TokenRoute:
+def _read_gate_route(expert_ids: ChosenExperts, row: int) -> TokenRoute:
     rows = [ids[row].cpu().numpy() if isinstance(ids, torch.Tensor) else ids[row] for ids in expert_ids]
-    return TokenRoute([one.tolist() for one in rows], [])
+    return TokenRoute([experts.tolist() for experts in rows], [])

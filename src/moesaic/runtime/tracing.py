@@ -33,19 +33,19 @@ from moesaic.experts.client import ExpertRequest, RequestHandle
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 from moesaic.policy.offloading.timeline import Timeline
 from moesaic.policy.scheduling.schedulers.actions import Event, StepPlan
-from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
 from moesaic.trace.track import Row, Track
 
 LANES = tuple(Lane)
 """The order of the lanes' rows in a trace."""
 
 
-def observer_of(trace: str | None, clock: Callable[[], float]) -> WorkerObserver:
+def make_observer(trace: str | None, clock: Callable[[], float]) -> WorkerObserver:
     """The observer of a worker. trace: the file of its part of a trace; None: nothing is written.
 
     Raises ConfigError when the file cannot be written.
     """
-    return UNOBSERVED if trace is None else WorkerTrace(Track(Path(trace), clock))
+    return IGNORING_OBSERVER if trace is None else WorkerTrace(Track(Path(trace), clock))
 
 
 @dataclass
@@ -70,66 +70,66 @@ class WorkerTrace:
 
     # ---- steps
 
-    def scheduled(self, event: Event, began: float) -> None:
+    def on_event_handled(self, event: Event, began: float) -> None:
         self._track.span("schedule", began, self._track.now(), event=type(event).__name__)
 
-    def started(self, plan: StepPlan, segment: int = 0) -> None:
+    def on_step_started(self, plan: StepPlan, segment: int = 0) -> None:
         self._pieces.begin(plan, "to sampler" if segment else "step")
 
-    def resumed(self, plan: StepPlan) -> None:
+    def on_step_resumed(self, plan: StepPlan) -> None:
         self._pieces.resume(plan)
 
-    def paused(self) -> None:
+    def on_step_paused(self) -> None:
         self._pieces.end()
 
-    def sampling(self) -> None:
-        self._pieces.sampling()
+    def on_sampling_started(self) -> None:
+        self._pieces.on_sampling_started()
 
-    def sampled(self, rows: int) -> None:
-        self._pieces.sampled(rows)
+    def on_tokens_sampled(self, rows: int) -> None:
+        self._pieces.on_tokens_sampled(rows)
 
-    def broken(self, request_id: int, place: str) -> None:
+    def on_logits_not_finite(self, request_id: int, place: str) -> None:
         now = self._track.now()
         self._track.span("not finite", now, now, request=request_id, place=place)
 
-    def pass_ended(self, tasks: Sequence[Task], times: Timeline) -> None:
+    def on_pass_ended(self, tasks: Sequence[Task], times: Timeline) -> None:
         self._lanes.write(tasks, times)
 
     # ---- requests to expert servers
 
-    def sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None:
+    def on_request_sent(self, handle: RequestHandle, request: ExpertRequest, began: float) -> None:
         layer, pairs = request.layer, request.expert_ids.numel()
         self._open[handle.number] = _OpenRequest(layer, pairs)
-        self._pieces.dispatched(layer, pairs, began)
+        self._pieces.on_dispatch(layer, pairs, began)
         self._count()
 
-    def answered(self, handle: RequestHandle, began: float) -> None:
+    def on_answer(self, handle: RequestHandle, began: float) -> None:
         end = self._track.now()
-        self._pieces.answered(began, end)
-        found = self._open.get(handle.number)
-        if found is not None:
-            self._track.span("collect", began, end, layers=[found.layer], pairs=found.missing)
+        self._pieces.on_answer(began, end)
+        open_request = self._open.get(handle.number)
+        if open_request is not None:
+            self._track.span("collect", began, end, layers=[open_request.layer], pairs=open_request.missing)
             self._close(handle)
 
-    def collected(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None:
-        found = [
+    def on_pairs_received(self, news: Sequence[tuple[RequestHandle, IntArray]], began: float) -> None:
+        open_requests = [
             (self._open[handle.number], handle, pairs)
             for handle, pairs in news
             if handle.number in self._open
         ]
-        if found:
-            layers = sorted({request.layer for request, _, _ in found})
-            count = sum(len(pairs) for _, _, pairs in found)
+        if open_requests:
+            layers = sorted({request.layer for request, _, _ in open_requests})
+            count = sum(len(pairs) for _, _, pairs in open_requests)
             self._track.span("collect", began, self._track.now(), layers=layers, pairs=count)
-        for request, handle, pairs in found:
+        for request, handle, pairs in open_requests:
             request.missing -= len(pairs)
             if not request.missing:
                 self._close(handle)
 
-    def released(self, handle: RequestHandle) -> None:
+    def on_answer_released(self, handle: RequestHandle) -> None:
         self._close(handle)
 
-    def waited(self, began: float) -> None:
+    def on_wait(self, began: float) -> None:
         end = self._track.now()
         if self._open:
             layers = sorted({request.layer for request in self._open.values()})
@@ -137,7 +137,7 @@ class WorkerTrace:
         elif self._at_barrier:
             self._track.span("gate", began, end)
 
-    def at_barrier(self, waiting: bool) -> None:
+    def on_barrier(self, waiting: bool) -> None:
         self._at_barrier = waiting
 
     @property
@@ -182,23 +182,23 @@ class StepPieces:
         """Rows of `plan` go on computing as soon as `answered` is called."""
         self._plan, self._piece = plan, None
 
-    def answered(self, begin: float, end: float) -> None:
+    def on_answer(self, begin: float, end: float) -> None:
         """The answer was found by a poll from `begin` to `end`."""
         if self._plan is not None:
             self._write(begin)
             self._piece = _Piece(self._plan, end, "to sampler")
 
-    def dispatched(self, layer: int, pairs: int, begin: float) -> None:
+    def on_dispatch(self, layer: int, pairs: int, begin: float) -> None:
         """The piece led to the gate of `layer`. Its rows were sent from `begin` until now."""
         if self._piece is not None:
             self._piece.name = f"layer {layer}"
             self._add("dispatch", begin, layer=layer, pairs=pairs)
 
-    def sampling(self) -> None:
+    def on_sampling_started(self) -> None:
         """Sampling begins."""
         self._sampling = self._track.now()
 
-    def sampled(self, rows: int) -> None:
+    def on_tokens_sampled(self, rows: int) -> None:
         """Sampling ends."""
         if self._piece is None:
             self._track.span("sampling", self._sampling, self._track.now(), rows=rows)
@@ -219,12 +219,12 @@ class StepPieces:
         if piece is None:
             return
         batch, counts = piece.plan.batch, np.diff(piece.plan.batch.query_starts)
-        drafted = piece.plan.drafted
-        decodes = int(np.count_nonzero(counts == 1) + np.count_nonzero(drafted))
-        rest = batch.num_rows - decodes - int(drafted.sum())
-        rows = {"rows": batch.num_rows, "decode": decodes, "prefill": rest}
-        if len(drafted):
-            rows["drafted"] = int(drafted.sum())
+        num_drafted = piece.plan.drafted
+        decodes = int(np.count_nonzero(counts == 1) + np.count_nonzero(num_drafted))
+        num_prefill = batch.num_rows - decodes - int(num_drafted.sum())
+        rows = {"rows": batch.num_rows, "decode": decodes, "prefill": num_prefill}
+        if len(num_drafted):
+            rows["drafted"] = int(num_drafted.sum())
         self._track.span(piece.name, piece.begin, end, step=piece.plan.step, **rows)
         for name, inner_begin, inner_end, arguments in piece.inner:
             self._track.span(name, inner_begin, inner_end, **arguments)
@@ -245,8 +245,8 @@ class LaneRows:
         for task, start, end in zip(tasks, times.starts, times.ends, strict=True):
             if task.kind is not Kind.SYNC:
                 place = "page" if task.kind in (Kind.LOAD_PAGE, Kind.STAGE_PAGE) else "micro_batch"
-                what = {"pass": self._passes, "layer": task.layer, place: task.micro_batch}
-                self._row(task.lane).span(task.kind.value, begin + start, begin + end, **what)
+                arguments = {"pass": self._passes, "layer": task.layer, place: task.micro_batch}
+                self._row(task.lane).span(task.kind.value, begin + start, begin + end, **arguments)
         self._passes += 1
 
     def _row(self, lane: Lane) -> Row:

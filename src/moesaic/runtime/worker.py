@@ -28,9 +28,9 @@ from moesaic.policy.scheduling.schedulers.actions import (
 from moesaic.policy.scheduling.schedulers.event_queue import put
 from moesaic.runtime.arrivals import Arrivals
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.observer import UNOBSERVED, WorkerObserver
+from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
 from moesaic.runtime.transfer.pieces import Transfers
-from moesaic.transport.authentication import SentAway
+from moesaic.transport.authentication import RefusedByCluster
 from moesaic.transport.base import Connection
 from moesaic.transport.wakeup import Wakeup
 
@@ -58,7 +58,7 @@ class Worker:
         expert_stats: Callable[[], ExpertStats] = ExpertStats,
         wakeup: Wakeup | None = None,
         linger: float = 0.0,
-        observer: WorkerObserver = UNOBSERVED,
+        observer: WorkerObserver = IGNORING_OBSERVER,
         transfers: Transfers | None = None,
     ) -> None:
         """clock: the engine's, seconds, monotonic. servers: None where this process computes all experts.
@@ -80,12 +80,12 @@ class Worker:
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
-        self._arrivals = Arrivals(executor.compiled)
+        self._arrivals = Arrivals(executor.find_grammar)
         self._stopping = False
         self._last_stats = -STATS_INTERVAL
-        self._unreported = False
+        self._has_unreported_events = False
         """Something happened since the last statistics."""
-        self._settled = -1
+        self._settled_version = -1
 
     def run(self) -> None:
         """Work until the engine sends Shutdown.
@@ -113,22 +113,22 @@ class Worker:
         Waits up to `timeout` seconds (None: for ever), but only when there is nothing to do. Returns False
         when nothing was done.
         """
-        computing = bool(self._events) or self._executor.busy
-        busy = computing or self._arrivals.waiting
+        computing = bool(self._events) or self._executor.is_busy
+        busy = computing or self._arrivals.has_waiting
         self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
-        self._take(self._arrivals.ready(COMPILING if busy and not computing else 0.0))
+        self._take(self._arrivals.take_ready(COMPILING if busy and not computing else 0.0))
         if not self._events and not self._stopping:
-            self._progress(COMPILING if self._arrivals.waiting else timeout)
+            self._progress(COMPILING if self._arrivals.has_waiting else timeout)
         self._report_faults()
         self._report_settled()
         if not self._events or self._stopping:
-            if self._unreported:
+            if self._has_unreported_events:
                 self._report(self._clock())
-            return self._arrivals.waiting
+            return self._arrivals.has_waiting
         event = self._events.popleft()
         now = self._clock()
         actions = self._scheduler.handle(event, now)
-        self._observer.scheduled(event, now)
+        self._observer.on_event_handled(event, now)
         if self._journal is not None:
             self._journal(event, now, actions)
         self._carry_out(actions)
@@ -148,7 +148,7 @@ class Worker:
         Where they wait for experts, the worker sleeps until an answer or a message arrives.
         """
         limit = timeout
-        if self._unreported:  # a worker that waits for others to begin is busy, perhaps for ever
+        if self._has_unreported_events:  # a worker that waits for others to begin is busy, perhaps for ever
             limit = STATS_INTERVAL if timeout is None else min(timeout, STATS_INTERVAL)
         news = True
         while news:
@@ -158,21 +158,21 @@ class Worker:
                 self._events += map(StepFailed, self._executor.abandon())
                 raise
             self._report_faults()  # before it sleeps: rows may wait for the server that takes the place
-            if self._events or not self._executor.busy or self._wakeup is None:
+            if self._events or not self._executor.is_busy or self._wakeup is None:
                 return
             news = self._servers.wait(limit, self._wakeup.fileno()) and not self._wakeup.rung
 
     def _report_faults(self) -> None:
         """Report the servers that were given up for their answers."""
-        for fault in self._servers.faulty():
+        for fault in self._servers.take_faulty_servers():
             self._connection.send(fault)
 
     def _report_settled(self) -> None:
         """Report once that no call under way was routed by an older directory."""
-        settled = self._servers.oldest_version_in_use
-        if settled > self._settled:
-            self._settled = settled
-            self._connection.send(messages.Settled(settled))
+        version = self._servers.oldest_version_in_use
+        if version > self._settled_version:
+            self._settled_version = version
+            self._connection.send(messages.Settled(version))
 
     def _receive(self, timeout: float | None, linger: float) -> None:
         """Turn messages into events. linger: seconds to wait for a further message after each one.
@@ -192,7 +192,7 @@ class Worker:
                     put(self._events, Cancelled(message.request_ids))
                 case messages.DropKV(transfers):
                     self._transfers.drop(transfers)
-                    self._unreported = True
+                    self._has_unreported_events = True
                 case messages.Serving():
                     self._servers.update(message.directory, message.secret)
                 case messages.JoinJob():
@@ -200,15 +200,15 @@ class Worker:
                 case messages.Shutdown():
                     self._stopping = True
                 case messages.Refuse(reason):
-                    raise SentAway(f"refused this worker: {reason}")
+                    raise RefusedByCluster(f"refused this worker: {reason}")
                 case _:
                     raise ConnectionLost(f"a worker was sent {type(message).__name__}")
             message = self._connection.receive(linger)
 
-    def _take(self, arrived: Arrived) -> None:
-        if arrived.requests:
-            arrived.received.update(self._transfers.received(arrived.requests))
-            put(self._events, arrived)
+    def _take(self, arrivals: Arrived) -> None:
+        if arrivals.requests:
+            arrivals.received.update(self._transfers.count_received_tokens(arrivals.requests))
+            put(self._events, arrivals)
 
     def _carry_out(self, actions: list[Action]) -> None:
         """Carry out the actions, releases first.
@@ -224,16 +224,16 @@ class Worker:
                 left.popleft()
             self._events += self._executor.progress()
         except BaseException:
-            begun = [action.plan.step for action in actions if isinstance(action, RunStep | RunSegment)]
-            self._events += map(StepFailed, {*begun, *self._executor.abandon()})
+            begun_steps = [action.plan.step for action in actions if isinstance(action, RunStep | RunSegment)]
+            self._events += map(StepFailed, {*begun_steps, *self._executor.abandon()})
             for action in left:
                 if isinstance(action, Admit | Release):
                     self._executor.execute(action)
             raise
 
     def _report(self, now: float) -> None:
-        idle = not self._events and not self._executor.busy
-        self._unreported = True
+        idle = not self._events and not self._executor.is_busy
+        self._has_unreported_events = True
         if idle or now - self._last_stats >= STATS_INTERVAL:
-            self._last_stats, self._unreported = now, False
+            self._last_stats, self._has_unreported_events = now, False
             self._connection.send(messages.Stats(self.stats()))

@@ -26,31 +26,31 @@ RETRY_SECONDS = 1.0
 QUIET_SECONDS = 10.0
 """Minimum seconds between two lines about dropped peers."""
 
-Passed = TypeVar("Passed")
+ResultT = TypeVar("ResultT")
 
 
-class Acceptor(Generic[Passed]):
+class Acceptor(Generic[ResultT]):
     """Accepts on `listening`, which belongs to it from now on. `address` is the name for its log lines.
 
     handshake: called with the socket of a peer, in a thread of its own. It raises OSError, ConnectionLost or
     ConfigError for a peer to drop. A line in the log names the peer and the reason, or counts such peers.
     welcome: called in the same thread with the result of the handshake.
-    most: maximum handshakes at the same time. A further peer replaces the oldest one.
+    max_pending: maximum handshakes at the same time. A further peer replaces the oldest one.
     """
 
     def __init__(
         self,
         listening: socket.socket,
         address: str,
-        handshake: Callable[[socket.socket], Passed],
-        welcome: Callable[[Passed], None],
-        most: int,
+        handshake: Callable[[socket.socket], ResultT],
+        welcome: Callable[[ResultT], None],
+        max_pending: int,
     ) -> None:
-        self.closed = False
-        self.dropped = 0
+        self.is_closed = False
+        self.num_dropped = 0
         """Peers that were dropped."""
         self._drops, self._troubles = LineLimit(QUIET_SECONDS), LineLimit(QUIET_SECONDS)
-        self._socket, self._address, self._most = listening, address, most
+        self._socket, self._address, self._max_pending = listening, address, max_pending
         self._handshake, self._welcome = handshake, welcome
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, str] = {}
@@ -66,20 +66,20 @@ class Acceptor(Generic[Passed]):
 
         No peer is accepted afterwards. A repeated call does nothing.
         """
-        if self.closed:
+        if self.is_closed:
             return
-        self.closed = True
+        self.is_closed = True
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         with self._lock:
             for sock in self._pending:
-                _shut(sock)
+                _shut_down(sock)
             self._pending.clear()
             threads = list(self._threads)
         for thread in threads:
             thread.join()
         for limit in (self._drops, self._troubles):
-            _warn(limit.rest(time.monotonic()))
+            _warn(limit.flush(time.monotonic()))
         self._socket.close()
         os.close(self._stop)
 
@@ -114,10 +114,10 @@ class Acceptor(Generic[Passed]):
             peer = addresses.peer(sock, name)
             thread.start()
             undo.pop_all()
-            if len(self._pending) >= self._most:
+            if len(self._pending) >= self._max_pending:
                 oldest = next(iter(self._pending))
-                _shut(oldest)
-                self._drop(self._pending.pop(oldest), f"it was the oldest of {self._most} handshakes")
+                _shut_down(oldest)
+                self._drop(self._pending.pop(oldest), f"it was the oldest of {self._max_pending} handshakes")
             self._pending[sock] = peer
             self._threads.add(thread)
 
@@ -125,7 +125,7 @@ class Acceptor(Generic[Passed]):
         """Run one handshake. A failure is one line in the log."""
         try:
             addresses.tune(sock)
-            passed = self._handshake(sock)
+            result = self._handshake(sock)
         except (
             OSError,
             ConnectionLost,
@@ -141,15 +141,15 @@ class Acceptor(Generic[Passed]):
         else:
             with self._lock:
                 self._pending.pop(sock, None)
-            self._welcome(passed)
+            self._welcome(result)
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _drop(self, peer: str, why: object) -> None:
+    def _drop(self, peer: str, reason: object) -> None:
         """Count a peer that was dropped. Called with the lock."""
-        self.dropped += 1
-        _warn(self._drops.add(f"dropped {peer} at {self._address}: {why}", time.monotonic()))
+        self.num_dropped += 1
+        _warn(self._drops.add(f"dropped {peer} at {self._address}: {reason}", time.monotonic()))
 
 
 def _warn(line: str | None) -> None:
@@ -157,7 +157,7 @@ def _warn(line: str | None) -> None:
         _log.warning("%s", line)
 
 
-def _shut(sock: socket.socket) -> None:
+def _shut_down(sock: socket.socket) -> None:
     """Shut the socket down, which wakes the thread that reads from it."""
     with contextlib.suppress(OSError):  # the peer closed first
         sock.shutdown(socket.SHUT_RDWR)
@@ -179,29 +179,29 @@ class LineLimit:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._logged = -math.inf
+        self._log_time = -math.inf
         """Time of the last line."""
-        self._held, self._count = "", 0
+        self._pending_line, self._count = "", 0
         """The latest line that was not logged, and how many there are."""
 
     def add(self, line: str, now: float) -> str | None:
         """Add a line. Returns what to log now, or None."""
-        if not self._count and now - self._logged >= self._seconds:
-            self._logged = now
+        if not self._count and now - self._log_time >= self._seconds:
+            self._log_time = now
             return line
-        self._held, self._count = line, self._count + 1
+        self._pending_line, self._count = line, self._count + 1
         return self.due(now)
 
     def due(self, now: float) -> str | None:
         """The line for those that were held back, once it is time for it. None otherwise."""
-        return self.rest(now) if now - self._logged >= self._seconds else None
+        return self.flush(now) if now - self._log_time >= self._seconds else None
 
-    def rest(self, now: float) -> str | None:
+    def flush(self, now: float) -> str | None:
         """The line for those that were held back. None if there are none."""
-        count, passed = self._count, now - self._logged
+        count, seconds = self._count, now - self._log_time
         if not count:
             return None
-        self._logged, self._count = now, 0
+        self._log_time, self._count = now, 0
         if count == 1:
-            return self._held
-        return f"{self._held} (the last of {count} such lines in {math.ceil(passed)} s)"
+            return self._pending_line
+        return f"{self._pending_line} (the last of {count} such lines in {math.ceil(seconds)} s)"

@@ -17,11 +17,11 @@ from moesaic.core.errors import ConfigError
 
 _PATH_BYTES = 107
 """Maximum bytes of the path of a Unix socket."""
-_ALLOWED = (
+_ALLOWED_FORMS = (
     f"unix:/path or unix:@name of at most {_PATH_BYTES} bytes, "
     "or tcp:host:port with an IPv6 host in [brackets]"
 )
-_NAMED = "@"
+_NAME_PREFIX = "@"
 
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 1, 1, 3
 """TCP keepalive. `host_watch` measures the answers of the other host."""
@@ -45,7 +45,7 @@ class Address(NamedTuple):
     @property
     def file(self) -> str | None:
         """The socket's file, which exists while a server listens. None for other addresses."""
-        return self.path if self.path and not self.path.startswith(_NAMED) else None
+        return self.path if self.path and not self.path.startswith(_NAME_PREFIX) else None
 
     def __str__(self) -> str:
         if self.path:
@@ -59,13 +59,13 @@ def parse(text: str) -> Address:
     >>> parse("tcp:[::1]:8000")
     Address(path='', host='::1', port=8000)
     """
-    kind, _, rest = text.partition(":")
-    if kind == "unix" and rest and len(os.fsencode(rest)) <= _PATH_BYTES:
-        return Address(path=rest)
-    host, _, port = rest.rpartition(":")
+    kind, _, location = text.partition(":")
+    if kind == "unix" and location and len(os.fsencode(location)) <= _PATH_BYTES:
+        return Address(path=location)
+    host, _, port = location.rpartition(":")
     if kind == "tcp" and host and port.isascii() and port.isdecimal() and int(port) < 1 << 16:
         return Address(host=host.removeprefix("[").removesuffix("]"), port=int(port))
-    raise ConfigError.field("address", text, _ALLOWED)
+    raise ConfigError.field("address", text, _ALLOWED_FORMS)
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:
@@ -73,8 +73,8 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
 
     A @name has no file permissions, so any process that knows it can connect. See `foreign`.
     """
-    if address.path == _NAMED:
-        address = Address(path=f"{_NAMED}moesaic-{secrets.token_hex(8)}")
+    if address.path == _NAME_PREFIX:
+        address = Address(path=f"{_NAME_PREFIX}moesaic-{secrets.token_hex(8)}")
     try:
         sock = _bind_unix(address) if address.path else _bind_tcp(address)
     except OSError as error:
@@ -96,7 +96,7 @@ def dial(address: Address, timeout: float) -> socket.socket:
     tune(sock)
     end = time.monotonic() + timeout
     try:
-        while not _connected(sock, address.path):
+        while not _try_connect(sock, address.path):
             if time.monotonic() >= end:
                 raise TimeoutError("timed out")
             time.sleep(0.01)
@@ -106,7 +106,7 @@ def dial(address: Address, timeout: float) -> socket.socket:
     return sock
 
 
-def _connected(sock: socket.socket, path: str) -> bool:
+def _try_connect(sock: socket.socket, path: str) -> bool:
     """Try to connect. Returns False while the listener's queue is full.
 
     A Unix socket with a timeout does not wait for that.
@@ -134,7 +134,7 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_SECONDS * 1000)
 
 
-def foreign(sock: socket.socket) -> bool:
+def is_foreign(sock: socket.socket) -> bool:
     """Whether the process at the other end of a connected Unix socket belongs to another user."""
     return sock.family == socket.AF_UNIX and _peer_process(sock)[1] != os.geteuid()
 
@@ -166,7 +166,7 @@ def _bind_tcp(address: Address) -> socket.socket:
 
 
 def _kernel_name(path: str) -> str:
-    return path.replace(_NAMED, "\0", 1) if path.startswith(_NAMED) else path
+    return path.replace(_NAME_PREFIX, "\0", 1) if path.startswith(_NAME_PREFIX) else path
 
 
 def _bind_unix(address: Address) -> socket.socket:

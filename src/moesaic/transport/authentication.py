@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport.calls import MAX_HEAP, MIN_HEAP
-from moesaic.transport.sealing import Keys, client_keys
+from moesaic.transport.sealing import Keys, derive_client_keys
 
 MAGIC = b"moesaic4"
 """Name and version of the protocol. Ends of different versions refuse each other."""
@@ -59,11 +59,11 @@ def check_terms(terms: Terms) -> None:
         raise ConfigError.field("heap_bytes", terms.heap_bytes, f"{MIN_HEAP} to {MAX_HEAP}")
 
 
-class Refused(ConnectionLost):
+class PeerRefused(ConnectionLost):
     """The other end does not accept this secret or this server. A new attempt would not change that."""
 
 
-class SentAway(Refused):
+class RefusedByCluster(PeerRefused):
     """The cluster said, after the handshake, that it does not accept this server."""
 
 
@@ -90,19 +90,19 @@ def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: 
 
     Raises Refused when the secrets or the versions differ, otherwise ConnectionLost or OSError.
     """
-    mine = secrets.token_bytes(NONCE)
-    _send(sock, MAGIC + mine, deadline)
-    magic, theirs = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
+    own_nonce = secrets.token_bytes(NONCE)
+    _send(sock, MAGIC + own_nonce, deadline)
+    magic, peer_nonce = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
     _check_version(magic)
-    nonces = mine + theirs
-    packed = _TERMS.pack(terms.kind.encode(), terms.heap_bytes)
-    _send(sock, packed + _proof(secret, b"client", nonces, packed), deadline)
+    nonces = own_nonce + peer_nonce
+    packed_terms = _TERMS.pack(terms.kind.encode(), terms.heap_bytes)
+    _send(sock, packed_terms + _proof(secret, b"client", nonces, packed_terms), deadline)
     proof = read_exactly(sock, PROOF, deadline)
     if proof == REFUSAL:
-        raise Refused("the server does not accept this secret: it has another secret")
-    if not hmac.compare_digest(proof, _proof(secret, b"server", nonces, packed)):
-        raise Refused("the server does not know the secret")
-    return client_keys(secret, nonces, packed)
+        raise PeerRefused("the server does not accept this secret: it has another secret")
+    if not hmac.compare_digest(proof, _proof(secret, b"server", nonces, packed_terms)):
+        raise PeerRefused("the server does not know the secret")
+    return derive_client_keys(secret, nonces, packed_terms)
 
 
 def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> tuple[Terms, Keys]:
@@ -110,20 +110,20 @@ def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> t
 
     Raises ConnectionLost if the client does not know the secret or has another version, or OSError.
     """
-    magic, theirs = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
-    mine = secrets.token_bytes(NONCE)
-    _send(sock, MAGIC + mine, deadline)  # also to another version, which then knows why it is refused
+    magic, peer_nonce = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
+    own_nonce = secrets.token_bytes(NONCE)
+    _send(sock, MAGIC + own_nonce, deadline)  # also to another version, which then knows why it is refused
     _check_version(magic)
-    packed = read_exactly(sock, _TERMS.size, deadline)
-    proof, nonces = read_exactly(sock, PROOF, deadline), theirs + mine
-    if not hmac.compare_digest(proof, _proof(secret, b"client", nonces, packed)):
+    packed_terms = read_exactly(sock, _TERMS.size, deadline)
+    proof, nonces = read_exactly(sock, PROOF, deadline), peer_nonce + own_nonce
+    if not hmac.compare_digest(proof, _proof(secret, b"client", nonces, packed_terms)):
         _send(sock, REFUSAL, deadline)
         raise ConnectionLost("the client does not know the secret")
-    kind, heap_bytes = _TERMS.unpack(packed)
+    kind, heap_bytes = _TERMS.unpack(packed_terms)
     terms = Terms(kind.rstrip(b"\0").decode("ascii", "replace"), heap_bytes)
     check_terms(terms)
-    _send(sock, _proof(secret, b"server", nonces, packed), deadline)
-    return terms, client_keys(secret, nonces, packed).swapped()
+    _send(sock, _proof(secret, b"server", nonces, packed_terms), deadline)
+    return terms, derive_client_keys(secret, nonces, packed_terms).swap()
 
 
 def read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
@@ -153,9 +153,10 @@ def _magic(sock: socket.socket, deadline: Deadline) -> bytes:
 
 def _check_version(magic: bytes) -> None:
     if magic != MAGIC:
-        theirs, mine = ascii(magic.decode("latin-1")), ascii(MAGIC.decode())
-        raise Refused(
-            f"the other end speaks protocol {theirs}, this end {mine}: both need the same version of moesaic"
+        peer_version, own_version = ascii(magic.decode("latin-1")), ascii(MAGIC.decode())
+        raise PeerRefused(
+            f"the other end speaks protocol {peer_version}, this end {own_version}: "
+            "both need the same version of moesaic"
         )
 
 

@@ -22,15 +22,15 @@ class AwaitedConnection:
         """change: applied to each message that the peer sends."""
         self._change = change
         self._lock = threading.Lock()
-        self._unsent: list[Message] = []
-        self._own: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._unsent_messages: list[Message] = []
+        self._own_messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         """Messages to return before those of the peer. None wakes `receive` after `connect` or `fail`."""
         self._peer: Connection | None = None
         self._failure: str | None = None
         """Why there is no peer and never will be."""
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True until there is a peer, or there will be none."""
         return self._peer is None and self._failure is None
 
@@ -40,48 +40,48 @@ class AwaitedConnection:
         Returns False, and leaves `peer` alone, if this connection has a peer already or has failed.
         """
         with self._lock:
-            if not self.waits:
+            if not self.is_waiting:
                 return False
             self._peer = peer
             try:
-                for message in self._unsent:
+                for message in self._unsent_messages:
                     peer.send(message)
             except ConnectionLost:
                 pass  # `receive` reports it
-            self._unsent = []
-        self._own.put(None)
+            self._unsent_messages = []
+        self._own_messages.put(None)
         return True
 
-    def fail(self, reason: str, told: Message | None = None) -> None:
-        """Ends the wait for a peer. `receive` returns `told`, if it is given, and then raises ConnectionLost
-        with the reason. Once there is a peer, this does nothing."""
+    def fail(self, reason: str, message: Message | None = None) -> None:
+        """Ends the wait for a peer. `receive` returns `message`, if it is given, and then raises
+        ConnectionLost with the reason. Once there is a peer, this does nothing."""
         with self._lock:
-            if not self.waits:
+            if not self.is_waiting:
                 return
-            self._failure, self._unsent = reason, []
-        if told is not None:
-            self._own.put(told)
-        self._own.put(None)
+            self._failure, self._unsent_messages = reason, []
+        if message is not None:
+            self._own_messages.put(message)
+        self._own_messages.put(None)
 
     def send(self, message: Message) -> None:
         with self._lock:
             if self._failure is not None:
                 raise ConnectionLost(self._failure)
             if self._peer is None:
-                self._unsent.append(message)
+                self._unsent_messages.append(message)
             else:
                 self._peer.send(message)
 
     def receive(self, timeout: float | None = None) -> Message | None:
         if self._peer is None:
             try:
-                message = self._own.get(block=timeout != 0, timeout=timeout)
+                message = self._own_messages.get(block=timeout != 0, timeout=timeout)
             except queue.Empty:
                 return None
             if message is not None:
                 return message
         if self._peer is None:
-            self._own.put(None)  # for the next call
+            self._own_messages.put(None)  # for the next call
             raise ConnectionLost(self._failure)
         message = self._peer.receive(timeout)
         return None if message is None else self._change(message)

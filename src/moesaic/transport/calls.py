@@ -192,12 +192,12 @@ class Outstanding:
         """
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self._missing):
             raise ValueError("a row was published that the call does not have")
-        after = self._missing.copy()
-        after[indices] = False
-        left = int(np.count_nonzero(after))
+        missing = self._missing.copy()
+        missing[indices] = False
+        left = int(np.count_nonzero(missing))
         if left != self.count - len(indices):
             raise ValueError("a row was published twice")
-        self._missing, self.count = after, left
+        self._missing, self.count = missing, left
 
 
 def refuse(request_bytes: int, rows: int, row_bytes: int, heap_bytes: int) -> ConfigError:

@@ -25,27 +25,28 @@ READS = 64
 PIECES = 64
 """Maximum pieces of memory in one system call."""
 
-Wanted = Iterator[list[memoryview]]
+Buffers = Iterator[list[memoryview]]
 
 
 class Frames:
-    """A socket, which belongs to it. wanted: yields the memory to fill next, and may raise ConnectionLost."""
+    """A socket, which belongs to it. buffers: yields the memory to fill next, and may raise
+    ConnectionLost."""
 
-    def __init__(self, sock: Wire, wanted: Wanted) -> None:
+    def __init__(self, sock: Wire, buffers: Buffers) -> None:
         sock.setblocking(False)
-        self.lost: ConnectionLost | None = None
+        self.receive_error: ConnectionLost | None = None
         """Why nothing more can be received, or None."""
-        self.more = False
+        self.has_more = False
         """Whether the last `pump` left something to read that the socket may not show."""
-        self.unsent = 0
+        self.unsent_bytes = 0
         """Bytes that the socket has not accepted yet."""
-        self.pushed = 0
+        self.pushed_bytes = 0
         """Bytes given to `push` so far."""
         self._socket = sock
         self._send_failed = False
         """Whether nothing more can be sent. Bytes that the peer sent before may still be received."""
-        self._wanted = wanted
-        self._into: list[memoryview] = []
+        self._buffers = buffers
+        self._pieces_to_fill: list[memoryview] = []
         self._outbox: deque[memoryview] = deque()
         self._advance(0)
 
@@ -66,8 +67,8 @@ class Frames:
         for piece in pieces:
             if len(piece):
                 self._outbox.append(piece)
-                self.unsent += len(piece)
-                self.pushed += len(piece)
+                self.unsent_bytes += len(piece)
+                self.pushed_bytes += len(piece)
         self.flush()
         return not self._send_failed
 
@@ -75,45 +76,47 @@ class Frames:
         """Send as much as the socket accepts."""
         while self._outbox and not self._send_failed:
             try:
-                sent = self._socket.sendmsg([self._outbox[i] for i in range(min(PIECES, len(self._outbox)))])
+                num_sent = self._socket.sendmsg(
+                    [self._outbox[i] for i in range(min(PIECES, len(self._outbox)))]
+                )
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
                 self._send_failed = True
                 self._drop_outbox()
                 return
-            self.unsent -= sent
-            while sent and sent >= len(self._outbox[0]):
-                sent -= len(self._outbox.popleft())
-            if sent:
-                self._outbox[0] = self._outbox[0][sent:]
+            self.unsent_bytes -= num_sent
+            while num_sent and num_sent >= len(self._outbox[0]):
+                num_sent -= len(self._outbox.popleft())
+            if num_sent:
+                self._outbox[0] = self._outbox[0][num_sent:]
 
     def pump(self) -> None:
         """Send and receive what is possible now. The end of the stream, or a damaged frame, sets `lost`."""
         if self._outbox:
             self.flush()
-        self.more = False
-        if self.lost is not None:
+        self.has_more = False
+        if self.receive_error is not None:
             return
         try:
             for _ in range(READS):
                 if not self._read():
                     return
-            self.more = True
+            self.has_more = True
         except ConnectionLost as lost:
-            self.lost = lost.again()
+            self.receive_error = lost.again()
 
     def close(self) -> None:
-        self.lost = self.lost or ConnectionLost("this end is closed")
+        self.receive_error = self.receive_error or ConnectionLost("this end is closed")
         self._send_failed = True
         self._drop_outbox()
-        self._wanted = iter(())
+        self._buffers = iter(())
         self._socket.close()
 
     def _read(self) -> bool:
         """Read once. Returns False if there was nothing to read."""
         try:
-            count = self._socket.recvmsg_into(self._into[:PIECES])[0]
+            count = self._socket.recvmsg_into(self._pieces_to_fill[:PIECES])[0]
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -125,16 +128,16 @@ class Frames:
 
     def _advance(self, count: int) -> None:
         """Record that `count` bytes arrived, and get the next memory to fill when the current one is full."""
-        done = 0
-        while done < len(self._into) and count >= len(self._into[done]):
-            count -= len(self._into[done])
-            done += 1
-        self._into = self._into[done:]
+        num_full = 0
+        while num_full < len(self._pieces_to_fill) and count >= len(self._pieces_to_fill[num_full]):
+            count -= len(self._pieces_to_fill[num_full])
+            num_full += 1
+        self._pieces_to_fill = self._pieces_to_fill[num_full:]
         if count:
-            self._into[0] = self._into[0][count:]
-        while not self._into:
-            self._into = [piece for piece in next(self._wanted) if len(piece)]
+            self._pieces_to_fill[0] = self._pieces_to_fill[0][count:]
+        while not self._pieces_to_fill:
+            self._pieces_to_fill = [piece for piece in next(self._buffers) if len(piece)]
 
     def _drop_outbox(self) -> None:
         self._outbox.clear()
-        self.unsent = 0
+        self.unsent_bytes = 0

@@ -67,20 +67,20 @@ def gather(
     terms, deadline = Terms("shm", capacity), Deadline(seconds)
     check_secret(secret)
     check_terms(terms)
-    where = addresses.parse(f"unix:{path}")
+    address = addresses.parse(f"unix:{path}")
     try:
-        return (_host if rank == 0 else _join)(where, secret, (rank, size), terms, deadline)
+        return (_host if rank == 0 else _join)(address, secret, (rank, size), terms, deadline)
     except OSError as error:
         raise ConnectionLost(f"rank {rank} of {size} found no group at {path}: {error}") from None
 
 
 def _host(
-    where: addresses.Address, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline
+    address: addresses.Address, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline
 ) -> SharedPeers:
     _, size = place
     mapping, memory = make_segment(2 * size * terms.heap_bytes)
     sockets: dict[int, socket.socket] = {}
-    listening, _ = addresses.bind(where)
+    listening, _ = addresses.bind(address)
     try:
         peers = _shm.Peers(mapping, 0, size)  # writes the header before the others look
         while len(sockets) < size - 1:
@@ -98,24 +98,24 @@ def _host(
         raise
     finally:
         listening.close()
-        if where.file:
-            Path(where.file).unlink(missing_ok=True)
+        if address.file:
+            Path(address.file).unlink(missing_ok=True)
         os.close(memory)
 
 
 def _accept_rank(
-    sock: socket.socket, secret: bytes, size: int, terms: Terms, taken: Collection[int]
+    sock: socket.socket, secret: bytes, size: int, terms: Terms, taken_ranks: Collection[int]
 ) -> int | None:
     """The rank of the process that connected. None, with one line in the log, if it does not belong here."""
     deadline = Deadline(HANDSHAKE_SECONDS)
     try:
-        if addresses.foreign(sock):
+        if addresses.is_foreign(sock):
             raise ConnectionLost("a process of another user")
-        found, _ = prove_as_server(sock, secret, deadline)
-        rank, theirs = _RANK_AND_SIZE.unpack(read_exactly(sock, _RANK_AND_SIZE.size, deadline))
-        if found != terms or theirs != size or not 1 <= rank < size or rank in taken:
+        peer_terms, _ = prove_as_server(sock, secret, deadline)
+        rank, peer_size = _RANK_AND_SIZE.unpack(read_exactly(sock, _RANK_AND_SIZE.size, deadline))
+        if peer_terms != terms or peer_size != size or not 1 <= rank < size or rank in taken_ranks:
             raise ConnectionLost(
-                f"rank {rank} of {theirs} with {found.heap_bytes} bytes does not belong to this group"
+                f"rank {rank} of {peer_size} with {peer_terms.heap_bytes} bytes does not belong to this group"
             )
     except (OSError, ConnectionLost, ConfigError) as error:
         _log.warning("dropped a peer: %s", error)
@@ -133,9 +133,9 @@ def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
                 if low < high:
                     ends[low][high], ends[high][low] = socket.socketpair()
         for rank, sock in sockets.items():
-            others = [ends[rank][other].fileno() for other in sorted(ends[rank])]
+            descriptors = [ends[rank][other_rank].fileno() for other_rank in sorted(ends[rank])]
             sock.settimeout(HANDSHAKE_SECONDS)
-            socket.send_fds(sock, [_OK], [memory, *others])
+            socket.send_fds(sock, [_OK], [memory, *descriptors])
     finally:
         for pairs in ends.values():
             for end in pairs.values():
@@ -143,10 +143,10 @@ def _hand_out(sockets: dict[int, socket.socket], memory: int) -> None:
 
 
 def _join(
-    where: addresses.Address, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline
+    address: addresses.Address, secret: bytes, place: tuple[int, int], terms: Terms, deadline: Deadline
 ) -> SharedPeers:
     rank, size = place
-    sock = _dial(where, deadline)
+    sock = _dial(address, deadline)
     sockets, memory = {0: sock}, -1
     try:
         prove_as_client(sock, secret, terms, deadline)
@@ -154,24 +154,24 @@ def _join(
         deadline.apply(sock)
         data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), size, socket.MSG_CMSG_CLOEXEC)
         if data != _OK or len(descriptors) != size - 1:
-            raise ConnectionLost(f"rank 0 did not accept rank {rank} of {size} into the group at {where}")
-        memory, others = descriptors[0], [other for other in range(1, size) if other != rank]
-        for other, descriptor in zip(others, descriptors[1:], strict=True):
-            sockets[other] = socket.socket(fileno=descriptor)
+            raise ConnectionLost(f"rank 0 did not accept rank {rank} of {size} into the group at {address}")
+        memory, other_ranks = descriptors[0], [other for other in range(1, size) if other != rank]
+        for other_rank, descriptor in zip(other_ranks, descriptors[1:], strict=True):
+            sockets[other_rank] = socket.socket(fileno=descriptor)
         return SharedPeers(_shm.Mapping(memory), rank, sockets)
     except BaseException:
-        for each in sockets.values():
-            each.close()
+        for peer_socket in sockets.values():
+            peer_socket.close()
         raise
     finally:
         if memory >= 0:
             os.close(memory)
 
 
-def _dial(where: addresses.Address, deadline: Deadline) -> socket.socket:
+def _dial(address: addresses.Address, deadline: Deadline) -> socket.socket:
     """Connect to rank 0, which may begin to listen a little later."""
     while True:
         try:
-            return addresses.dial(where, deadline.left())
+            return addresses.dial(address, deadline.left())
         except (FileNotFoundError, ConnectionRefusedError):
             time.sleep(_RETRY_SECONDS)

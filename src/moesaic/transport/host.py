@@ -8,9 +8,9 @@ from pathlib import Path
 
 from moesaic.transport.address import Address
 
-ANYWHERE = ("0.0.0.0", "::")
+ALL_ADDRESSES = ("0.0.0.0", "::")
 """Hosts that mean every address of this host."""
-_TOWARDS = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
+_PROBE_TARGETS = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
 """Addresses reserved for documentation (RFC 5737, RFC 3849). Nothing is sent to them."""
 
 
@@ -24,17 +24,17 @@ def this_host() -> str:
     return f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"
 
 
-def advertised(address: Address) -> Address:
+def find_advertised_address(address: Address) -> Address:
     """The address at which other hosts reach a socket that is bound to `address`.
 
     A socket that is bound to every address is reached at the one that this host uses towards others.
     """
-    if address.host not in ANYWHERE:
+    if address.host not in ALL_ADDRESSES:
         return address
-    family, nobody = _TOWARDS[address.host]
+    family, target = _PROBE_TARGETS[address.host]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((nobody, 9))
+            probe.connect((target, 9))
         except OSError:  # no route: this host has no network
             return address._replace(host="127.0.0.1" if family == socket.AF_INET else "::1")
         return address._replace(host=probe.getsockname()[0])

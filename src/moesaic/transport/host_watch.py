@@ -31,25 +31,25 @@ class HostWatch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._started = False
+        self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._is_running = False
 
     def add(self, sock: socket.socket) -> None:
         """Watch a connection until it is closed. Unix sockets end with their process and need no watch."""
         if sock.family == socket.AF_UNIX or sys.platform != "linux":
             return
         with self._lock:
-            self._watched.add(sock)
-            if not self._started:
-                self._started = True
+            self._sockets.add(sock)
+            if not self._is_running:
+                self._is_running = True
                 threading.Thread(target=self._run, name="host watch", daemon=True).start()
 
     def _run(self) -> None:
         while True:
             time.sleep(LOOK_SECONDS)
             with self._lock:
-                watched = list(self._watched)
-            for sock in watched:
+                sockets = list(self._sockets)
+            for sock in sockets:
                 with contextlib.suppress(OSError):  # its owner has closed it
                     if silence(sock) > SILENT_SECONDS:
                         sock.shutdown(socket.SHUT_RDWR)  # its owner is told, as if the peer had closed it

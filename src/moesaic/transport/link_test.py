@@ -21,11 +21,11 @@ from moesaic.transport.host import this_host
 PINGS = 5
 SIZES = (1 << 16, 1 << 20, 1 << 22)
 """Bytes of the messages that give the bandwidth, there and back."""
-ENOUGH = 0.1
+LONG_SECONDS = 0.1
 """Seconds of a message after which no larger one is sent."""
-LIMIT = 3.0
+LIMIT_SECONDS = 3.0
 """Seconds after which a measurement is given up."""
-AGAIN = 60.0
+REPEAT_SECONDS = 60.0
 """Seconds for which no process of the same host causes another measurement."""
 
 
@@ -36,7 +36,7 @@ class LinkTests:
         self._clock = clock
         self._last: dict[str, float] = {}
         """Host -> when its last measurement began."""
-        self._alone = threading.Lock()
+        self._lock = threading.Lock()
 
     def link(self, host: str, connection: Connection) -> LinkModel | None:
         """The link to a host, by the connection of a process there that has sent Enlist.
@@ -46,9 +46,9 @@ class LinkTests:
         """
         if host in ("", this_host()):
             return None
-        with self._alone:
+        with self._lock:
             now = self._clock()
-            if now - self._last.get(host, -AGAIN) < AGAIN:
+            if now - self._last.get(host, -REPEAT_SECONDS) < REPEAT_SECONDS:
                 return None
             self._last[host] = now
         return measure(connection, self._clock)
@@ -59,29 +59,29 @@ def measure(connection: Connection, clock: Callable[[], float] = time.monotonic)
 
     Raises ConnectionLost if the peer is gone or sends anything else.
     """
-    end = clock() + LIMIT
+    end = clock() + LIMIT_SECONDS
     trips = [_trip(connection, 0, clock, end) for _ in range(PINGS)]
-    trip = min((one for one in trips if one is not None), default=None)
-    found = None
+    trip = min((seconds_of_trip for seconds_of_trip in trips if seconds_of_trip is not None), default=None)
+    link = None
     for size in SIZES:
         seconds = None if trip is None else _trip(connection, size, clock, end)
         if trip is None or seconds is None:
-            return found
-        found = LinkModel(trip / 2, 2 * size / max(1e-9, seconds - trip))
-        if seconds > ENOUGH:
+            return link
+        link = LinkModel(trip / 2, 2 * size / max(1e-9, seconds - trip))
+        if seconds > LONG_SECONDS:
             break
-    return found
+    return link
 
 
 def _trip(connection: Connection, size: int, clock: Callable[[], float], end: float) -> float | None:
     """Seconds until a message of this size is back. None if it is not back in time."""
-    begun = clock()
-    if begun >= end:
+    began = clock()
+    if began >= end:
         return None
     connection.send(LinkTest(bytes(size)))
-    answer = connection.receive(end - begun)
+    answer = connection.receive(end - began)
     if answer is None:
         return None
     if not isinstance(answer, LinkTest) or len(answer.payload) != size:
         raise ConnectionLost(f"it sent {type(answer).__name__} during the test of its link")
-    return clock() - begun
+    return clock() - began

@@ -25,7 +25,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client, prove_as_server
-from moesaic.transport.host import advertised
+from moesaic.transport.host import find_advertised_address
 from moesaic.transport.host_watch import watch
 from moesaic.transport.linked_peers import LinkedPeers
 from moesaic.transport.peers import HALF_BYTES, Peers
@@ -46,29 +46,29 @@ class Place(NamedTuple):
     """Number of its host. That of rank 0 is 0."""
     nodes: int
     """Number of hosts."""
-    near: int
+    local_rank: int
     """Its number among the ranks of its host."""
-    each: int
+    ranks_per_host: int
     """Ranks of each host."""
 
     @property
-    def first(self) -> int:
+    def first_rank(self) -> int:
         """The first rank of this host."""
-        return self.node * self.each
+        return self.node * self.ranks_per_host
 
     @property
     def rank(self) -> int:
-        return self.first + self.near
+        return self.first_rank + self.local_rank
 
     @property
     def size(self) -> int:
-        return self.nodes * self.each
+        return self.nodes * self.ranks_per_host
 
     def node_of(self, rank: int) -> int:
-        return rank // self.each
+        return rank // self.ranks_per_host
 
 
-class _Met(NamedTuple):
+class _RemoteRank(NamedTuple):
     """A rank of another host, and what it said."""
 
     wire: Wire
@@ -83,16 +83,18 @@ class Door:
     def __init__(self, listen: str, secret: bytes, capacity: int = HALF_BYTES) -> None:
         """listen: tcp:HOST:PORT; port 0 is any free one. capacity: see `link`. Raises ConfigError."""
         self.secret, self.terms = secret, Terms("stream", capacity)
-        listening, where = addresses.bind(addresses.parse(listen))
-        self.address = str(advertised(where))
+        listening, address = addresses.bind(addresses.parse(listen))
+        self.address = str(find_advertised_address(address))
         """For other hosts."""
-        self._met: queue.SimpleQueue[_Met] = queue.SimpleQueue()
-        self._acceptor = Acceptor(listening, str(where), self._handshake, self._met.put, MAX_PENDING)
+        self._remote_ranks: queue.SimpleQueue[_RemoteRank] = queue.SimpleQueue()
+        self._acceptor = Acceptor(
+            listening, str(address), self._handshake, self._remote_ranks.put, MAX_PENDING
+        )
 
-    def next(self, deadline: Deadline) -> _Met:
+    def next(self, deadline: Deadline) -> _RemoteRank:
         """The next rank that has connected. Raises TimeoutError."""
         try:
-            return self._met.get(timeout=deadline.left())
+            return self._remote_ranks.get(timeout=deadline.left())
         except queue.Empty:
             raise TimeoutError("timed out") from None
 
@@ -101,9 +103,9 @@ class Door:
         self._acceptor.close()
         with contextlib.suppress(queue.Empty):
             while True:
-                self._met.get(block=False).wire.close()
+                self._remote_ranks.get(block=False).wire.close()
 
-    def _handshake(self, sock: socket.socket) -> _Met:
+    def _handshake(self, sock: socket.socket) -> _RemoteRank:
         deadline = Deadline(HANDSHAKE_SECONDS)
         terms, keys = prove_as_server(sock, self.secret, deadline)
         if terms != self.terms:
@@ -112,75 +114,86 @@ class Door:
         return _listen_to(sock, wire(sock, keys))
 
 
-def link(near: Peers, door: Door, place: Place, first: str, seconds: float = LINK_SECONDS) -> LinkedPeers:
+def link(
+    host_peers: Peers, door: Door, place: Place, first_address: str, seconds: float = LINK_SECONDS
+) -> LinkedPeers:
     """This rank's end of the whole group. Returns once it is connected to all ranks of other hosts.
 
-    near: the ranks of this host, which all call this. first: the address of rank 0's door. The capacity of
-    the door is that of the rounds. Door and `near` belong to the result from now on.
+    host_peers: the ranks of this host, which all call this. first_address: the address of rank 0's door. The
+    capacity of the door is that of the rounds. Door and `host_peers` belong to the result from now on.
 
     Raises ConnectionLost if not all ranks connect in `seconds`.
     """
     deadline = Deadline(seconds)
     links: dict[int, Wire] = {}
     try:
-        doors = _doors(near, door, place, first, links, deadline)
-        for rank in range(place.first):
+        doors = _doors(host_peers, door, place, first_address, links, deadline)
+        for rank in range(place.first_rank):
             if rank not in links:
                 links[rank] = _dial(doors[rank], door, place, [], deadline)
-        while len(links) < place.size - place.each:
+        while len(links) < place.size - place.ranks_per_host:
             _take(door.next(deadline), place, links)
-        return LinkedPeers(near, place.first, links, door.terms.heap_bytes)
+        return LinkedPeers(host_peers, place.first_rank, links, door.terms.heap_bytes)
     except BaseException as error:
-        near.close()
-        for each in links.values():
-            each.close()
+        host_peers.close()
+        for peer_wire in links.values():
+            peer_wire.close()
         if isinstance(error, OSError | ConfigError):
-            how = f"rank {place.rank} of {place.size} did not reach all ranks of other hosts: {error}"
-            raise ConnectionLost(how) from None
+            reason = f"rank {place.rank} of {place.size} did not reach all ranks of other hosts: {error}"
+            raise ConnectionLost(reason) from None
         raise
     finally:
         door.close()
 
 
 def _doors(
-    near: Peers, door: Door, place: Place, first: str, links: dict[int, Wire], deadline: Deadline
+    host_peers: Peers,
+    door: Door,
+    place: Place,
+    first_address: str,
+    links: dict[int, Wire],
+    deadline: Deadline,
 ) -> list[str]:
     """The addresses of all doors, in the order of the ranks. Adds the connections that are made for that."""
-    here = [bytes(part).decode() for part in _told(near, door.address)]
-    every = here
+    own_doors = [bytes(part).decode() for part in _exchange_text(host_peers, door.address)]
+    all_doors = own_doors
     if place.rank == 0:
-        every = _collected(here, door, place, links, deadline)
-    elif place.near == 0:
-        links[0] = _dial(first, door, place, here, deadline)
-        every = hear(links[0]).get("doors", [])
-    found: list[str] = json.loads(bytes(_told(near, json.dumps(every))[0]))
-    if len(found) != place.size:
-        raise ConnectionLost(f"rank 0 gave the addresses of {len(found)} ranks, not of {place.size}")
-    return found
-
-
-def _collected(
-    here: list[str], door: Door, place: Place, links: dict[int, Wire], deadline: Deadline
-) -> list[str]:
-    """On rank 0: the addresses of all doors, which the other hosts get too."""
-    every = {0: here}
-    while len(every) < place.nodes:
-        met = _take(door.next(deadline), place, links)
-        if met is not None and len(met.doors) == place.each:
-            every[place.node_of(met.rank)] = met.doors
-    doors = [one for node in range(place.nodes) for one in every[node]]
-    for each in links.values():
-        say(each, doors=doors)
+        all_doors = _collect_doors(own_doors, door, place, links, deadline)
+    elif place.local_rank == 0:
+        links[0] = _dial(first_address, door, place, own_doors, deadline)
+        all_doors = hear(links[0]).get("doors", [])
+    doors: list[str] = json.loads(bytes(_exchange_text(host_peers, json.dumps(all_doors))[0]))
+    if len(doors) != place.size:
+        raise ConnectionLost(f"rank 0 gave the addresses of {len(doors)} ranks, not of {place.size}")
     return doors
 
 
-def _take(met: _Met, place: Place, links: dict[int, Wire]) -> _Met | None:
+def _collect_doors(
+    own_doors: list[str], door: Door, place: Place, links: dict[int, Wire], deadline: Deadline
+) -> list[str]:
+    """On rank 0: the addresses of all doors, which the other hosts get too."""
+    doors_of_hosts = {0: own_doors}
+    while len(doors_of_hosts) < place.nodes:
+        remote_rank = _take(door.next(deadline), place, links)
+        if remote_rank is not None and len(remote_rank.doors) == place.ranks_per_host:
+            doors_of_hosts[place.node_of(remote_rank.rank)] = remote_rank.doors
+    doors = [address for node in range(place.nodes) for address in doors_of_hosts[node]]
+    for peer_wire in links.values():
+        say(peer_wire, doors=doors)
+    return doors
+
+
+def _take(remote_rank: _RemoteRank, place: Place, links: dict[int, Wire]) -> _RemoteRank | None:
     """Keep a rank that connected. None for one that does not belong here."""
-    if met.size != place.size or met.rank in links or not place.first + place.each <= met.rank < place.size:
-        met.wire.close()
+    if (
+        remote_rank.size != place.size
+        or remote_rank.rank in links
+        or not place.first_rank + place.ranks_per_host <= remote_rank.rank < place.size
+    ):
+        remote_rank.wire.close()
         return None
-    links[met.rank] = met.wire
-    return met
+    links[remote_rank.rank] = remote_rank.wire
+    return remote_rank
 
 
 def _dial(address: str, door: Door, place: Place, doors: Collection[str], deadline: Deadline) -> Wire:
@@ -190,27 +203,29 @@ def _dial(address: str, door: Door, place: Place, doors: Collection[str], deadli
         keys = prove_as_client(sock, door.secret, door.terms, deadline)
         watch(sock)
         deadline.apply(sock)
-        found = wire(sock, keys)
-        say(found, rank=place.rank, size=place.size, doors=list(doors))
-        return found
+        peer_wire = wire(sock, keys)
+        say(peer_wire, rank=place.rank, size=place.size, doors=list(doors))
+        return peer_wire
     except BaseException:
         sock.close()
         raise
 
 
-def _listen_to(sock: socket.socket, found: Wire) -> _Met:
+def _listen_to(sock: socket.socket, peer_wire: Wire) -> _RemoteRank:
     """What a rank that connected says."""
-    word = hear(found)
+    word = hear(peer_wire)
     try:
-        met = _Met(found, int(word["rank"]), int(word["size"]), [str(one) for one in word["doors"]])
+        remote_rank = _RemoteRank(
+            peer_wire, int(word["rank"]), int(word["size"]), [str(address) for address in word["doors"]]
+        )
     except (KeyError, TypeError, ValueError):
         raise ConnectionLost("it did not say which rank it is") from None
     watch(sock)
-    return met
+    return remote_rank
 
 
-def _told(near: Peers, text: str) -> Sequence[memoryview]:
+def _exchange_text(host_peers: Peers, text: str) -> Sequence[memoryview]:
     """What each rank of this host says."""
     data = text.encode()
-    near.open_for_all(len(data))[:] = data
-    return near.exchange()
+    host_peers.open_for_all(len(data))[:] = data
+    return host_peers.exchange()

@@ -30,7 +30,7 @@ from moesaic.transport.authentication import (
     read_exactly,
 )
 from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
-from moesaic.transport.host import advertised, this_host
+from moesaic.transport.host import find_advertised_address, this_host
 from moesaic.transport.host_watch import watch
 from moesaic.transport.nixl_link import check_installed
 from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
@@ -245,45 +245,47 @@ class Listener:
         listening, where = addresses.bind(addresses.parse(address))
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
-            further = [] if remote is None else [addresses.bind(addresses.parse(remote))]
+            further_sockets = [] if remote is None else [addresses.bind(addresses.parse(remote))]
             undo.pop_all()
         self.address = str(where)
         """The first address, with the actual port."""
-        seen = "".join(str(advertised(one)) for _, one in further)
-        self.endpoint = Endpoint(self.address, seen, this_host())
+        remote_addresses = "".join(
+            str(find_advertised_address(bound_address)) for _, bound_address in further_sockets
+        )
+        self.endpoint = Endpoint(self.address, remote_addresses, this_host())
         """Where processes of this host and of others connect."""
         self._file = where.file
         self._lock = threading.Lock()
-        self._done: deque[Answerer] = deque()
+        self._answerers: deque[Answerer] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._acceptors = [
-            Acceptor(sock, str(one), self._handshake, self._add, MAX_PENDING)
-            for sock, one in ((listening, where), *further)
+            Acceptor(sock, str(bound_address), self._handshake, self._add, MAX_PENDING)
+            for sock, bound_address in ((listening, where), *further_sockets)
         ]
 
     def fileno(self) -> int:
         """A descriptor that is readable while `accepted` has connections."""
         return self._wakeup
 
-    def accepted(self) -> list[Answerer]:
+    def take_connections(self) -> list[Answerer]:
         """The connections that passed since the last call. Never blocks."""
         with self._lock:
-            done = list(self._done)
-            self._done.clear()
-            if done:
+            answerers = list(self._answerers)
+            self._answerers.clear()
+            if answerers:
                 os.eventfd_read(self._wakeup)
-        return done
+        return answerers
 
     def close(self) -> None:
         """Stop listening and drop the handshakes.
 
         Connections that `accepted` returned stay open. A repeated call does nothing.
         """
-        if self._acceptors[0].closed:
+        if self._acceptors[0].is_closed:
             return
         for acceptor in self._acceptors:
             acceptor.close()
-        for answerer in self.accepted():
+        for answerer in self.take_connections():
             answerer.close()
         os.close(self._wakeup)
         if self._file:
@@ -291,12 +293,12 @@ class Listener:
 
     def _add(self, answerer: Answerer) -> None:
         with self._lock:
-            self._done.append(answerer)
-            if len(self._done) == 1:
+            self._answerers.append(answerer)
+            if len(self._answerers) == 1:
                 os.eventfd_write(self._wakeup, 1)
 
     def _handshake(self, sock: socket.socket) -> Answerer:
-        if addresses.foreign(sock):
+        if addresses.is_foreign(sock):
             raise ConnectionLost("a process of another user")
         deadline = Deadline(self._seconds)
         terms, keys = prove_as_server(sock, self._secret, deadline)

@@ -37,7 +37,7 @@ CLOSE_SECONDS = 1.0
 """How long writes may go on after `close`."""
 _CARD, _NUMBER = struct.Struct("<QI"), struct.Struct("<Q")
 _MAX_CARD = 1 << 20
-_HELLO, _MET = b"hello", b"+"
+_HELLO, _MEETING_DONE = b"hello", b"+"
 
 
 def available() -> bool:
@@ -63,8 +63,8 @@ def check_nixl(ucx_tls: str | None) -> None:
 def check_installed() -> None:
     """Raises ConfigError if the library is not installed."""
     if not available():
-        allowed = f"auto, shm, socket (NIXL is not installed: {INSTALL})"
-        raise ConfigError.field("--transport", "nixl", allowed)
+        allowed_transports = f"auto, shm, socket (NIXL is not installed: {INSTALL})"
+        raise ConfigError.field("--transport", "nixl", allowed_transports)
 
 
 def _library() -> Any:
@@ -92,21 +92,21 @@ class NixlLink:
         self._begin = np.frombuffer(self.area, np.uint8).ctypes.data
         self._writes: dict[int, Any] = {}
         """Number -> a write under way."""
-        self._arrived: set[int] = set()
-        self._peer, self._there = "", 0
+        self._arrived_numbers: set[int] = set()
+        self._peer, self._peer_begin = "", 0
         library = _library()
         try:
             self._agent: Any = _agent(library, secrets.token_hex(8))
             self._memory = self._agent.register_memory([(self._begin, area_bytes, 0, "")], "DRAM")
         except Exception as error:
             raise ConnectionLost(f"NIXL offers no link here: {error!r}") from None
-        self.failed: str | None = None
+        self.failure: str | None = None
         """Why nothing more can be written, or None."""
 
     @property
     def writing(self) -> int:
         """Number of writes under way. A link that has failed only lets go of them, when it is closed."""
-        return 0 if self.failed is not None else len(self._writes)
+        return 0 if self.failure is not None else len(self._writes)
 
     def meet(self, wire: Wire, first: bool, deadline: Deadline) -> None:
         """Exchange addresses over an authenticated connection, then reach each other. Both ends call it.
@@ -115,12 +115,12 @@ class NixlLink:
         """
         metadata = self._agent.get_agent_metadata()
         wire.sendall(memoryview(_CARD.pack(self._begin, len(metadata)) + metadata))
-        self._there, length = _CARD.unpack(_read(wire, _CARD.size))
+        self._peer_begin, length = _CARD.unpack(_read(wire, _CARD.size))
         if length > _MAX_CARD:
             raise ConnectionLost(f"the other end sent {length} bytes about itself")
-        theirs = bytes(_read(wire, length))
+        peer_metadata = bytes(_read(wire, length))
         try:
-            self._peer = self._agent.add_remote_agent(theirs).decode()
+            self._peer = self._agent.add_remote_agent(peer_metadata).decode()
             self._greet(wire, first, deadline)
         except TimeoutError:
             raise ConnectionLost("NIXL does not reach the other host (UCX_TLS, UCX_NET_DEVICES)") from None
@@ -134,13 +134,13 @@ class NixlLink:
 
         number: one that no other write of this end has. Does nothing if the link has failed.
         """
-        if self.failed is not None:
+        if self.failure is not None:
             return
-        here = [(self._begin + begin, end - begin, 0) for begin, end in pieces]
-        there = [(self._there + begin, end - begin, 0) for begin, end in pieces]
+        sources = [(self._begin + begin, end - begin, 0) for begin, end in pieces]
+        targets = [(self._peer_begin + begin, end - begin, 0) for begin, end in pieces]
         note = _NUMBER.pack(number)
         try:
-            descriptors = [self._agent.get_xfer_descs(one, "DRAM") for one in (here, there)]
+            descriptors = [self._agent.get_xfer_descs(areas, "DRAM") for areas in (sources, targets)]
             handle = self._agent.initialize_xfer("WRITE", *descriptors, self._peer, note)
             self._writes[number] = handle
             self._settle(number, self._agent.transfer(handle, note))
@@ -149,32 +149,32 @@ class NixlLink:
 
     def settle(self, number: int) -> None:
         """Wait DONE_SECONDS at most for the end of a write, which only this end can tell the other one."""
-        until = time.monotonic() + DONE_SECONDS
-        while self.failed is None and number in self._writes and time.monotonic() < until:
+        deadline = time.monotonic() + DONE_SECONDS
+        while self.failure is None and number in self._writes and time.monotonic() < deadline:
             self.pump()
 
     def pump(self) -> bool:
         """Go on with what is under way at both ends. Returns whether something ended or arrived."""
-        before = len(self._writes)
-        arrived = False
-        if self.failed is not None:
+        num_writes = len(self._writes)
+        has_arrivals = False
+        if self.failure is not None:
             return False
         try:
             for message in self._agent.get_new_notifs().get(self._peer, ()):
                 if len(message) == _NUMBER.size:
-                    self._arrived.add(*_NUMBER.unpack(message))
-                    arrived = True
+                    self._arrived_numbers.add(*_NUMBER.unpack(message))
+                    has_arrivals = True
             for number, handle in list(self._writes.items()):
                 self._settle(number, self._agent.check_xfer_state(handle))
         except Exception as error:
             self._fail(error)
-        return arrived or len(self._writes) < before
+        return has_arrivals or len(self._writes) < num_writes
 
     def take(self, number: int) -> bool:
         """Whether the other end's write of this number has arrived. Each is reported once."""
-        if number not in self._arrived:
+        if number not in self._arrived_numbers:
             return False
-        self._arrived.remove(number)
+        self._arrived_numbers.remove(number)
         return True
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ class NixlLink:
             return
         ending = _Ending(self._agent, self._memory, self._writes, self.area)
         self._agent, self._memory, self._writes = None, None, {}
-        self.failed = self.failed or "this end is closed"
+        self.failure = self.failure or "this end is closed"
         if ending.writes:
             # Not a daemon thread: Python would end it within the library, which aborts the process.
             threading.Thread(target=ending.run, name="nixl", daemon=False).start()
@@ -196,18 +196,18 @@ class NixlLink:
         wire.setblocking(False)
         if first:
             self._agent.send_notif(self._peer, _HELLO)
-        met = False
-        while not met:
+        has_met = False
+        while not has_met:
             for message in self._agent.get_new_notifs().get(self._peer, ()):
                 if message == _HELLO and first:
                     wire.setblocking(True)
-                    wire.sendall(memoryview(_MET))
-                    met = True
+                    wire.sendall(memoryview(_MEETING_DONE))
+                    has_met = True
                 elif message == _HELLO:
                     self._agent.send_notif(self._peer, _HELLO)
             if not first:
                 with contextlib.suppress(BlockingIOError):
-                    met = bytes(_read(wire, len(_MET))) == _MET
+                    has_met = bytes(_read(wire, len(_MEETING_DONE))) == _MEETING_DONE
             deadline.left()
             os.sched_yield()
 
@@ -219,7 +219,7 @@ class NixlLink:
 
     def _fail(self, error: Exception) -> None:
         """Nothing more is written. The connection beside the link says whether the peer is gone."""
-        self.failed = f"NIXL cannot write to the other end: {error!r}"
+        self.failure = f"NIXL cannot write to the other end: {error!r}"
 
 
 class _Ending:
@@ -231,12 +231,19 @@ class _Ending:
 
     def run(self) -> None:
         """Finish the writes. A peer that is gone or does nothing ends this too."""
-        until = time.monotonic() + CLOSE_SECONDS
+        deadline = time.monotonic() + CLOSE_SECONDS
         with contextlib.suppress(Exception):
-            while self.writes and time.monotonic() < until:
+            while self.writes and time.monotonic() < deadline:
                 self._agent.get_new_notifs()
-                states = {number: self._agent.check_xfer_state(one) for number, one in self.writes.items()}
-                self.writes = {one: self.writes[one] for one, state in states.items() if state == "PROC"}
+                states = {
+                    number: self._agent.check_xfer_state(write_number)
+                    for number, write_number in self.writes.items()
+                }
+                self.writes = {
+                    write_number: self.writes[write_number]
+                    for write_number, state in states.items()
+                    if state == "PROC"
+                }
                 time.sleep(1e-4)
             for _ in range(10):  # the last words of the writes
                 self._agent.get_new_notifs()
@@ -254,10 +261,10 @@ class _Ending:
 
 def _read(wire: Wire, count: int) -> memoryview:
     data = memoryview(bytearray(count))
-    filled = 0
-    while filled < count:
-        got = wire.recv_into(data[filled:])
+    num_filled = 0
+    while num_filled < count:
+        got = wire.recv_into(data[num_filled:])
         if not got:
             raise ConnectionLost("the other end closed the connection during the handshake")
-        filled += got
+        num_filled += got
     return data

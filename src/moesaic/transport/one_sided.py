@@ -36,7 +36,7 @@ from moesaic.transport.nixl_link import NixlLink
 from moesaic.transport.sealed_socket import Wire
 
 HEADER = struct.Struct("<IIQQQQQ")
-ALIGNED = 64
+ALIGNMENT = 64
 """Calls begin at multiples of so many bytes of the area."""
 AWAKE_SECONDS = 2e-3
 """A process stays awake while a write moves. After so long without progress it naps between two looks."""
@@ -59,50 +59,50 @@ class Places:
     """
 
     def __init__(self, size: int) -> None:
-        self._free = [(0, size // ALIGNED * ALIGNED)]
+        self._free = [(0, size // ALIGNMENT * ALIGNMENT)]
         """(begin, end) in order, with something in use between any two."""
 
     def take(self, count: int) -> int | None:
         """The beginning of `count` bytes, or None if no part is large enough."""
-        count = _rounded(count)
-        for at, (begin, end) in enumerate(self._free):
+        count = _round_up(count)
+        for index, (begin, end) in enumerate(self._free):
             if end - begin >= count:
-                self._free[at : at + 1] = [(begin + count, end)] if end - begin > count else []
+                self._free[index : index + 1] = [(begin + count, end)] if end - begin > count else []
                 return begin
         return None
 
     def give_back(self, begin: int, count: int) -> None:
         """The part may be given out again."""
-        end = begin + _rounded(count)
-        at = bisect.bisect(self._free, (begin, end))
-        first, last = at, at
-        if at and self._free[at - 1][1] == begin:
-            first, begin = at - 1, self._free[at - 1][0]
-        if at < len(self._free) and self._free[at][0] == end:
-            last, end = at + 1, self._free[at][1]
+        end = begin + _round_up(count)
+        index = bisect.bisect(self._free, (begin, end))
+        first, last = index, index
+        if index and self._free[index - 1][1] == begin:
+            first, begin = index - 1, self._free[index - 1][0]
+        if index < len(self._free) and self._free[index][0] == end:
+            last, end = index + 1, self._free[index][1]
         self._free[first:last] = [(begin, end)]
 
 
-def _rounded(count: int) -> int:
-    return max(ALIGNED, -(-count // ALIGNED) * ALIGNED)
+def _round_up(count: int) -> int:
+    return max(ALIGNMENT, -(-count // ALIGNMENT) * ALIGNMENT)
 
 
 class _End(Generic[News]):
     """The socket and the link, and the behaviour that both ends share."""
 
-    def __init__(self, sock: Wire, link: NixlLink, wanted: Iterator[list[memoryview]]) -> None:
+    def __init__(self, sock: Wire, link: NixlLink, buffers: Iterator[list[memoryview]]) -> None:
         self._link = link
         self._header = memoryview(bytearray(HEADER.size))
-        self._expected: deque[tuple[int, News]] = deque()
+        self._pending_news: deque[tuple[int, News]] = deque()
         """(write, news) of frames whose writes may still be under way, in order."""
         self._news: list[News] = []
         self._numbers = 0
         """Number of writes so far."""
-        self._moved = 0.0
+        self._progress_time = 0.0
         """Time of the last progress."""
-        self._late = 0.0
+        self._late_deadline = 0.0
         """Time at which the wait for writes ends after the connection has ended."""
-        self._frames = Frames(sock, wanted)
+        self._frames = Frames(sock, buffers)
 
     events = select.POLLIN
 
@@ -111,14 +111,14 @@ class _End(Generic[News]):
 
     def ready(self) -> bool:
         self._look()
-        return bool(self._news) or self._frames.more or self._over()
+        return bool(self._news) or self._frames.has_more or self._is_finished()
 
     def arm(self) -> bool:
         if self.ready():
             return True
-        if not (self._expected or self._link.writing or self._frames.unsent):
+        if not (self._pending_news or self._link.writing or self._frames.unsent_bytes):
             return False
-        if time.monotonic() - self._moved > AWAKE_SECONDS:
+        if time.monotonic() - self._progress_time > AWAKE_SECONDS:
             time.sleep(NAP_SECONDS)  # nothing would wake this process when a write moves
         return True
 
@@ -129,47 +129,49 @@ class _End(Generic[News]):
         self._frames.flush()
         self._frames.close()
         self._link.close()
-        self._expected.clear()
+        self._pending_news.clear()
 
     def _take_news(self) -> list[News]:
         """What has arrived since the last time. Raises ConnectionLost if nothing more can arrive."""
         self._frames.pump()
         self._look()
-        if not self._news and self._over():
+        if not self._news and self._is_finished():
             self._check()
         news, self._news = self._news, []
         return news
 
     def _look(self) -> None:
         """Go on with writes under way, and with frames whose writes have arrived."""
-        if (self._expected or self._link.writing) and self._link.pump():
-            self._moved = time.monotonic()
-        while self._expected and (not self._expected[0][0] or self._link.take(self._expected[0][0])):
-            self._arrived(self._expected.popleft()[1])
+        if (self._pending_news or self._link.writing) and self._link.pump():
+            self._progress_time = time.monotonic()
+        while self._pending_news and (
+            not self._pending_news[0][0] or self._link.take(self._pending_news[0][0])
+        ):
+            self._deliver(self._pending_news.popleft()[1])
 
-    def _arrived(self, news: News) -> None:
+    def _deliver(self, news: News) -> None:
         self._news.append(news)
 
-    def _over(self) -> bool:
+    def _is_finished(self) -> bool:
         """Whether the connection has ended and no write can arrive any more."""
-        if self._frames.lost is None and self._link.failed is None:
+        if self._frames.receive_error is None and self._link.failure is None:
             return False
-        if not self._expected:
+        if not self._pending_news:
             return True
         now = time.monotonic()
-        self._late = self._late or now + LATE_SECONDS
-        return now >= self._late
+        self._late_deadline = self._late_deadline or now + LATE_SECONDS
+        return now >= self._late_deadline
 
     def _check(self) -> None:
         """Raises ConnectionLost if the connection or the link has ended."""
-        if self._frames.lost is not None:
-            raise self._frames.lost.again()
-        if self._link.failed is not None:
-            raise ConnectionLost(self._link.failed)
+        if self._frames.receive_error is not None:
+            raise self._frames.receive_error.again()
+        if self._link.failure is not None:
+            raise ConnectionLost(self._link.failure)
 
     def _expect(self, write: int, news: News) -> None:
-        self._expected.append((write, news))
-        self._moved = time.monotonic()
+        self._pending_news.append((write, news))
+        self._progress_time = time.monotonic()
 
     def _write(self, begin: int, pieces: list[tuple[int, int]]) -> int:
         """Begin to write parts of the area that are counted from `begin`. Returns the number of the write."""
@@ -177,7 +179,7 @@ class _End(Generic[News]):
         if not parts:
             return 0
         self._numbers += 1
-        self._moved = time.monotonic()
+        self._progress_time = time.monotonic()
         self._link.write(self._numbers, parts)
         return self._numbers
 
@@ -191,7 +193,7 @@ class OneSidedCall:
         self.request, self.answer = memory[:request_bytes], memory[request_bytes:]
         self._outstanding = Outstanding(self.rows)
         """Rows that no frame has listed yet."""
-        self._left = self.rows
+        self._num_missing = self.rows
         """Number of rows that have not arrived."""
         self._state = "open"
 
@@ -203,7 +205,7 @@ class OneSidedCaller(_End[tuple[Call, IntArray]]):
         self._places = Places(len(link.area))
         self._calls: dict[int, OneSidedCall] = {}
         self._number = 0
-        super().__init__(sock, link, self._wanted())
+        super().__init__(sock, link, self._read_frames())
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
         self._check()
@@ -222,15 +224,15 @@ class OneSidedCaller(_End[tuple[Call, IntArray]]):
         return call
 
     def post(self, call: Call) -> None:
-        mine = self._mine(call)
-        if mine._state != "open":
+        own_call = self._find_call(call)
+        if own_call._state != "open":
             raise ValueError("the call was posted")
         self._check()
-        mine._state = "posted"
-        count = len(mine.request)
-        write = self._write(mine.place, [(0, count)])
-        sizes = mine.rows, mine.number, mine.row_bytes, count
-        if not self._frames.push([memoryview(HEADER.pack(REQUEST, *sizes, mine.place, write))]):
+        own_call._state = "posted"
+        count = len(own_call.request)
+        write = self._write(own_call.place, [(0, count)])
+        sizes = own_call.rows, own_call.number, own_call.row_bytes, count
+        if not self._frames.push([memoryview(HEADER.pack(REQUEST, *sizes, own_call.place, write))]):
             raise ConnectionLost("the other end is gone")
         self._link.settle(write)
 
@@ -238,50 +240,52 @@ class OneSidedCaller(_End[tuple[Call, IntArray]]):
         return self._take_news()
 
     def release(self, call: Call) -> None:
-        mine = self._mine(call)
-        self._news = [one for one in self._news if one[0] is not mine]
-        if mine._state == "posted" and mine._left:
-            mine._state = "released"  # its rows still arrive
+        own_call = self._find_call(call)
+        self._news = [news for news in self._news if news[0] is not own_call]
+        if own_call._state == "posted" and own_call._num_missing:
+            own_call._state = "released"  # its rows still arrive
         else:
-            self._end_call(mine)
+            self._end_call(own_call)
 
-    def _mine(self, call: Call) -> OneSidedCall:
-        mine = self._calls.get(call.number)
-        if mine is not call or mine._state == "released":
+    def _find_call(self, call: Call) -> OneSidedCall:
+        own_call = self._calls.get(call.number)
+        if own_call is not call or own_call._state == "released":
             raise ValueError("the call was released")
-        return mine
+        return own_call
 
     def _end_call(self, call: OneSidedCall) -> None:
         del self._calls[call.number]
         self._places.give_back(call.place, call.size)
 
-    def _arrived(self, news: tuple[Call, IntArray]) -> None:
+    def _deliver(self, news: tuple[Call, IntArray]) -> None:
         call = self._calls[news[0].number]
-        call._left -= len(news[1])
+        call._num_missing -= len(news[1])
         if call._state != "released":
             self._news.append(news)
-        elif not call._left:
+        elif not call._num_missing:
             self._end_call(call)
 
-    def _wanted(self) -> Iterator[list[memoryview]]:
+    def _read_frames(self) -> Iterator[list[memoryview]]:
         """Read ROWS frames."""
         while True:
             yield [self._header]
             kind, count, number, row_bytes, _, _, write = HEADER.unpack(self._header)
             call = self._calls.get(number)
-            known = kind == ROWS and call is not None and call._state != "open"
-            if not known or call is None or not 1 <= count <= call._outstanding.count:
+            is_known = kind == ROWS and call is not None and call._state != "open"
+            if not is_known or call is None or not 1 <= count <= call._outstanding.count:
                 raise DamagedMessage(f"the server sent a damaged frame (kind {kind}, call {number})")
             if row_bytes != call.row_bytes:
-                asked = f"call {number} asked for rows of {call.row_bytes}"
-                raise DamagedMessage(f"the server sent a damaged frame (rows of {row_bytes} bytes; {asked})")
-            named = np.empty(count, "<u4")
-            yield [named.data.cast("B")]
+                requested_text = f"call {number} asked for rows of {call.row_bytes}"
+                raise DamagedMessage(
+                    f"the server sent a damaged frame (rows of {row_bytes} bytes; {requested_text})"
+                )
+            row_numbers = np.empty(count, "<u4")
+            yield [row_numbers.data.cast("B")]
             try:
-                call._outstanding.take(named)
+                call._outstanding.take(row_numbers)
             except ValueError as error:
                 raise DamagedMessage(f"the server sent a damaged frame: {error}") from None
-            self._expect(write, (call, named.astype(np.int64)))
+            self._expect(write, (call, row_numbers.astype(np.int64)))
 
 
 class OneSidedIncoming:
@@ -308,14 +312,14 @@ class OneSidedAnswerer(_End[Incoming]):
     def __init__(self, sock: Wire, link: NixlLink) -> None:
         self._open: dict[int, int] = {}
         """Number of a call that is not finished -> where its answer begins in the area."""
-        super().__init__(sock, link, self._wanted())
+        super().__init__(sock, link, self._read_frames())
 
     def poll(self) -> list[Incoming]:
         return self._take_news()
 
     def send(self, call: OneSidedIncoming, indices: IntArray) -> None:
         """Write rows of a call, for `OneSidedIncoming.publish`."""
-        if self._frames.lost is None and self._link.failed is None:
+        if self._frames.receive_error is None and self._link.failure is None:
             pieces = _pieces(indices, call.row_bytes)
             write = self._write(self._open[call.number], pieces)
             header = HEADER.pack(ROWS, len(indices), call.number, call.row_bytes, 0, 0, write)
@@ -324,14 +328,14 @@ class OneSidedAnswerer(_End[Incoming]):
         if not call._outstanding.count:
             self._open.pop(call.number, None)
 
-    def _wanted(self) -> Iterator[list[memoryview]]:
+    def _read_frames(self) -> Iterator[list[memoryview]]:
         """Read REQUEST frames."""
         while True:
             yield [self._header]
             kind, rows, number, row_bytes, request_bytes, place, write = HEADER.unpack(self._header)
             size, area = request_bytes + rows * row_bytes, self._link.area
-            known = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
-            if not known or place + size > len(area):
+            is_valid = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
+            if not is_valid or place + size > len(area):
                 raise DamagedMessage(f"the client sent a damaged frame (kind {kind}, call {number})")
             if len(self._open) == MAX_CALLS:
                 raise DamagedMessage(f"the client sent more than {MAX_CALLS} calls")

@@ -32,7 +32,7 @@ class Peers(Protocol):
         ...
 
     @property
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes sent to other ranks so far. A part that all ranks read counts once for each of them."""
         ...
 
@@ -66,61 +66,63 @@ def refuse(total: int, capacity: int) -> ConfigError:
     return ConfigError.field("bytes of a round", total, f"what fits into {capacity} bytes")
 
 
-class _Shared:
+class _GroupState:
     """The state that the threads of a group share."""
 
     def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
-        self.posted = [0] * size
+        self.condition = threading.Condition()
+        self.posted_rounds = [0] * size
         self.parts: list[list[list[memoryview]]] = [[[] for _ in range(size)] for _ in range(2)]
         """[round % 2][sender][receiver] parts."""
-        self.gone: set[int] = set()
+        self.gone_ranks: set[int] = set()
 
 
 class LocalPeers:
     """Peers that are threads of one process, for tests and for groups of one rank."""
 
-    def __init__(self, shared: _Shared, rank: int, capacity: int) -> None:
-        self._shared, self._capacity, self._round = shared, capacity, 0
-        self.rank, self.size, self.sent = rank, len(shared.posted), 0
-        self._opened: list[memoryview] = []
+    def __init__(self, state: _GroupState, rank: int, capacity: int) -> None:
+        self._state, self._capacity, self._round = state, capacity, 0
+        self.rank, self.size, self.sent_bytes = rank, len(state.posted_rounds), 0
+        self._round_parts: list[memoryview] = []
 
     def open(self, sizes: Sequence[int]) -> list[memoryview]:
         self._check(sum(sizes))
-        self._opened = [memoryview(bytearray(count)) for count in sizes]
-        return self._opened
+        self._round_parts = [memoryview(bytearray(count)) for count in sizes]
+        return self._round_parts
 
     def open_for_all(self, count: int) -> memoryview:
         self._check(count)
-        self._opened = [memoryview(bytearray(count))] * self.size
-        return self._opened[0]
+        self._round_parts = [memoryview(bytearray(count))] * self.size
+        return self._round_parts[0]
 
     def exchange(self) -> list[memoryview]:
-        shared = self._shared
-        with shared.changed:
+        state = self._state
+        with state.condition:
             self._check(0)
             self._round += 1
-            shared.parts[self._round % 2][self.rank] = [part.toreadonly() for part in self._opened]
-            shared.posted[self.rank] = self._round
-            shared.changed.notify_all()
-            self.sent += sum(map(len, self._opened)) - len(self._opened[self.rank])
-            shared.changed.wait_for(lambda: not self._missing() or self._missing() & shared.gone)
-            missing = self._missing() & shared.gone
+            state.parts[self._round % 2][self.rank] = [part.toreadonly() for part in self._round_parts]
+            state.posted_rounds[self.rank] = self._round
+            state.condition.notify_all()
+            self.sent_bytes += sum(map(len, self._round_parts)) - len(self._round_parts[self.rank])
+            state.condition.wait_for(lambda: not self._missing() or self._missing() & state.gone_ranks)
+            missing = self._missing() & state.gone_ranks
         if missing:
             self.close()
             raise ConnectionLost(f"rank {min(missing)} of the group is gone")
-        return [parts[self.rank] for parts in shared.parts[self._round % 2]]
+        return [parts[self.rank] for parts in state.parts[self._round % 2]]
 
     def close(self) -> None:
-        with self._shared.changed:
-            self._shared.gone.add(self.rank)
-            self._shared.changed.notify_all()
+        with self._state.condition:
+            self._state.gone_ranks.add(self.rank)
+            self._state.condition.notify_all()
 
     def _missing(self) -> set[int]:
-        return {rank for rank, posted in enumerate(self._shared.posted) if posted < self._round}
+        return {
+            rank for rank, posted_round in enumerate(self._state.posted_rounds) if posted_round < self._round
+        }
 
     def _check(self, total: int) -> None:
-        if self.rank in self._shared.gone:
+        if self.rank in self._state.gone_ranks:
             raise ConnectionLost("this end of the group is closed")
         if total > self._capacity:
             raise refuse(total, self._capacity)
@@ -128,5 +130,5 @@ class LocalPeers:
 
 def local_peers(size: int, capacity: int = HALF_BYTES) -> list[LocalPeers]:
     """A group whose ranks are threads of this process."""
-    shared = _Shared(size)
-    return [LocalPeers(shared, rank, capacity) for rank in range(size)]
+    state = _GroupState(size)
+    return [LocalPeers(state, rank, capacity) for rank in range(size)]

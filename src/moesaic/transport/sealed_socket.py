@@ -31,7 +31,7 @@ SHARE = 8
 """A record of a large piece carries this part of the bytes that wait, between SMALL and RECORD."""
 DIRECT = SMALL // 2
 """Bytes of a piece from which on it is encrypted without a copy."""
-_NOTHING = memoryview(b"")
+_EMPTY = memoryview(b"")
 
 
 class SealedSocket:
@@ -43,15 +43,15 @@ class SealedSocket:
     def __init__(self, sock: socket.socket, keys: Keys) -> None:
         self._socket = sock
         self._sealer, self._opener = Sealer(keys.sending), Opener(keys.receiving)
-        self._gathered, self._record = _memory(SMALL), _memory(RECORD + OVERHEAD)
-        self._unsent, self._covered = _NOTHING, 0
+        self._plain_buffer, self._record = _memory(SMALL), _memory(RECORD + OVERHEAD)
+        self._unsent_record, self._num_plain_bytes = _EMPTY, 0
         """The rest of a record that the socket has not accepted, and the bytes of its plaintext."""
         self._buffer = _memory(RECORD + OVERHEAD + HEADER)
         self._start, self._end = 0, 0
         """Where received bytes that are not decrypted begin and end in the buffer."""
-        self._announced: int | None = None
+        self._record_length: int | None = None
         """Bytes that the next record carries, once its header has arrived."""
-        self._opened, self._plain = _NOTHING, _memory(RECORD)
+        self._decrypted_bytes, self._plain = _EMPTY, _memory(RECORD)
         """Decrypted bytes that nobody has taken, and the memory for them."""
 
     def fileno(self) -> int:
@@ -63,8 +63,8 @@ class SealedSocket:
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
         self._socket.setsockopt(level, option, value)
 
-    def shutdown(self, how: int) -> None:
-        self._socket.shutdown(how)
+    def shutdown(self, direction: int) -> None:
+        self._socket.shutdown(direction)
 
     def close(self) -> None:
         self._socket.close()
@@ -96,8 +96,8 @@ class SealedSocket:
         A record that has arrived but is not taken yet does not make the socket readable. So a caller that
         polls has to call again until this raises BlockingIOError.
         """
-        if not len(self._opened):
-            record = self._received()
+        if not len(self._decrypted_bytes):
+            record = self._receive_record()
             if record is None:
                 return (0,)
             count = len(record) - TAG
@@ -105,49 +105,49 @@ class SealedSocket:
                 self._opener.open(record, views[0][:count])
                 return (count,)
             self._opener.open(record, self._plain[:count])
-            self._opened = self._plain[:count]
-        before = len(self._opened)
+            self._decrypted_bytes = self._plain[:count]
+        num_available = len(self._decrypted_bytes)
         for view in views:
-            part = self._opened[: len(view)]
+            part = self._decrypted_bytes[: len(view)]
             view[: len(part)] = part
-            self._opened = self._opened[len(part) :]
-        return (before - len(self._opened),)
+            self._decrypted_bytes = self._decrypted_bytes[len(part) :]
+        return (num_available - len(self._decrypted_bytes),)
 
     # ---- sending
 
     def _send(self, pieces: Sequence[memoryview], flags: int) -> int:
-        if not len(self._unsent):
+        if not len(self._unsent_record):
             plain = self._next_plain(pieces)
             size = self._sealer.seal(plain, self._record)
-            self._unsent, self._covered = self._record[:size], len(plain)
-        while len(self._unsent):
-            self._unsent = self._unsent[self._socket.send(self._unsent, flags) :]
-        return self._covered
+            self._unsent_record, self._num_plain_bytes = self._record[:size], len(plain)
+        while len(self._unsent_record):
+            self._unsent_record = self._unsent_record[self._socket.send(self._unsent_record, flags) :]
+        return self._num_plain_bytes
 
     def _next_plain(self, pieces: Sequence[memoryview]) -> memoryview:
         """[1 to RECORD] the first bytes of the pieces in one place."""
         if len(pieces) == 1 or len(pieces[0]) >= DIRECT:
             waiting = sum(map(len, pieces))
             return pieces[0][: min(RECORD, max(SMALL, waiting // SHARE))]
-        filled = 0
+        num_filled = 0
         for piece in pieces:
-            part = piece[: SMALL - filled]
-            self._gathered[filled : filled + len(part)] = part
-            filled += len(part)
-        return self._gathered[:filled]
+            part = piece[: SMALL - num_filled]
+            self._plain_buffer[num_filled : num_filled + len(part)] = part
+            num_filled += len(part)
+        return self._plain_buffer[:num_filled]
 
     # ---- receiving
 
-    def _received(self) -> memoryview | None:
+    def _receive_record(self) -> memoryview | None:
         """The next record without its header, valid until the next call. None at the end of the stream."""
         while True:
-            if self._announced is None and self._end - self._start >= HEADER:
-                self._announced = self._opener.length(self._buffer[self._start :][:HEADER])
+            if self._record_length is None and self._end - self._start >= HEADER:
+                self._record_length = self._opener.length(self._buffer[self._start :][:HEADER])
                 self._start += HEADER
-            if self._announced is not None and self._end - self._start >= self._announced + TAG:
-                record = self._buffer[self._start :][: self._announced + TAG]
+            if self._record_length is not None and self._end - self._start >= self._record_length + TAG:
+                record = self._buffer[self._start :][: self._record_length + TAG]
                 self._start += len(record)
-                self._announced = None
+                self._record_length = None
                 return record
             if not self._read():
                 return None
@@ -158,11 +158,11 @@ class SealedSocket:
             waiting = self._buffer[self._start : self._end]
             self._buffer[: len(waiting)] = waiting
             self._start, self._end = 0, len(waiting)
-        until = len(self._buffer)
-        if self._announced is not None and self._announced > SMALL:
-            until = self._announced + TAG + HEADER
-        got = self._socket.recv_into(self._buffer[self._end : until])
-        if not got and (self._end or self._announced is not None):
+        end = len(self._buffer)
+        if self._record_length is not None and self._record_length > SMALL:
+            end = self._record_length + TAG + HEADER
+        got = self._socket.recv_into(self._buffer[self._end : end])
+        if not got and (self._end or self._record_length is not None):
             raise self._opener.cut()
         self._end += got
         return bool(got)

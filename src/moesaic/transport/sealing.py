@@ -61,21 +61,21 @@ class Keys(NamedTuple):
     sending: bytes
     receiving: bytes
 
-    def swapped(self) -> Keys:
+    def swap(self) -> Keys:
         """The keys of the other end."""
         return Keys(self.receiving, self.sending)
 
 
-def client_keys(secret: bytes, nonces: bytes, context: bytes) -> Keys:
+def derive_client_keys(secret: bytes, nonces: bytes, context: bytes) -> Keys:
     """The keys of the client's end.
 
     nonces: the random numbers of both ends. context: what else both ends have agreed on.
     """
 
-    def derived(label: bytes) -> bytes:
+    def derive(label: bytes) -> bytes:
         return HKDF(algorithm=SHA256(), length=KEY, salt=nonces, info=label + context).derive(secret)
 
-    return Keys(derived(b"moesaic client to server"), derived(b"moesaic server to client"))
+    return Keys(derive(b"moesaic client to server"), derive(b"moesaic server to client"))
 
 
 class _Cipher:
@@ -104,19 +104,19 @@ class Sealer:
     def __init__(self, secret: bytes, first: int = 0) -> None:
         self._cipher = _Cipher(secret, first)
 
-    def seal(self, plain: memoryview, into: memoryview) -> int:
-        """Write the next record into `into`, which does not overlap `plain`. Returns the record's bytes.
+    def seal(self, plain: memoryview, target: memoryview) -> int:
+        """Write the next record into `target`, which does not overlap `plain`. Returns the record's bytes.
 
-        plain: [1 to RECORD] bytes. into: at least OVERHEAD bytes more. Raises ValueError for another size,
+        plain: [1 to RECORD] bytes. target: at least OVERHEAD bytes more. Raises ValueError for another size,
         and ConnectionLost after MAX_MESSAGES.
         """
         if not 1 <= len(plain) <= RECORD:
             raise ValueError(f"a record of {len(plain)} bytes; allowed: 1 to {RECORD}")
         size = len(plain) + OVERHEAD
         key, nonce = self._cipher.next()
-        key.encrypt_into(nonce, _LENGTH.pack(len(plain)), None, into[:HEADER])
+        key.encrypt_into(nonce, _LENGTH.pack(len(plain)), None, target[:HEADER])
         key, nonce = self._cipher.next()
-        key.encrypt_into(nonce, plain, None, into[HEADER:size])
+        key.encrypt_into(nonce, plain, None, target[HEADER:size])
         return size
 
 
@@ -131,7 +131,7 @@ class Opener:
         self._cipher = _Cipher(secret, first)
         self._records = 0
         """Records that were opened."""
-        self._damaged: DamagedMessage | None = None
+        self._damage: DamagedMessage | None = None
 
     def length(self, header: memoryview) -> int:
         """How many bytes the next record carries. header: its first HEADER bytes."""
@@ -142,29 +142,29 @@ class Opener:
             raise self._end(f"it carries {count} bytes; allowed: 1 to {RECORD}")
         return int(count)
 
-    def open(self, sealed: memoryview, into: memoryview) -> None:
-        """Decrypt what the record carries. sealed: the record after its header.
+    def open(self, record: memoryview, target: memoryview) -> None:
+        """Decrypt what the record carries. record: the record after its header.
 
-        into: exactly as many bytes as `length` returned. They must not overlap `sealed`. After an error their
-        contents are undefined.
+        target: exactly as many bytes as `length` returned. They must not overlap `record`. After an error
+        their contents are undefined.
         """
-        self._open(sealed, into)
+        self._open(record, target)
         self._records += 1
 
     def cut(self) -> DamagedMessage:
         """The error of a stream that ended inside a record."""
         return self._end("the stream ended inside it, so the other end died or the connection was cut")
 
-    def _open(self, sealed: memoryview, into: memoryview) -> None:
-        if self._damaged is not None:
-            raise self._damaged.again()
+    def _open(self, message: memoryview, target: memoryview) -> None:
+        if self._damage is not None:
+            raise self._damage.again()
         key, nonce = self._cipher.next()
         try:
-            key.decrypt_into(nonce, sealed, None, into)
+            key.decrypt_into(nonce, message, None, target)
         except InvalidTag:
             raise self._end("it was changed, lost, repeated or moved on the way") from None
 
-    def _end(self, why: str) -> DamagedMessage:
+    def _end(self, reason: str) -> DamagedMessage:
         """The error from now on."""
-        self._damaged = DamagedMessage(f"encrypted record {self._records + 1} is damaged: {why}")
-        return self._damaged
+        self._damage = DamagedMessage(f"encrypted record {self._records + 1} is damaged: {reason}")
+        return self._damage

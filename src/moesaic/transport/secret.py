@@ -43,11 +43,11 @@ def read_secret(file: Path, flag: str) -> bytes:
     Raises ConfigError for a file that is missing, too short, or accessible to other users.
     """
     try:
-        text, found = file.read_bytes().strip(), file.stat()
+        text, file_status = file.read_bytes().strip(), file.stat()
     except OSError as error:
         raise ConfigError(f"{flag}: {file}: {error.strerror}") from error
-    mode = found.st_mode & 0o777
-    if not is_private(mode, found.st_uid, os.geteuid()):
+    mode = file_status.st_mode & 0o777
+    if not is_private(mode, file_status.st_uid, os.geteuid()):
         raise ConfigError.field(flag, f"{file} with mode {mode:o}", f"mode 600 (chmod 600 {file})")
     if len(text) < 16:
         raise ConfigError.field(flag, f"{file} with {len(text)} bytes", "at least 16 bytes")
@@ -61,5 +61,5 @@ def is_private(mode: int, owner: int, user: int) -> bool:
     is not root. Kubernetes mounts secrets so for a container with fsGroup, and systemd's LoadCredential shows
     the same bits where an access control list names the user. PostgreSQL has this rule for its private keys.
     """
-    allowed = 0o740 if owner == 0 != user else 0o700
-    return mode & ~allowed == 0
+    allowed_bits = 0o740 if owner == 0 != user else 0o700
+    return mode & ~allowed_bits == 0

@@ -35,15 +35,15 @@ class SharedPeers:
         sockets: Mapping[int, socket.socket],
         spin: float = SPIN_SECONDS,
     ) -> None:
-        self.rank, self.size, self.sent = rank, len(sockets) + 1, 0
+        self.rank, self.size, self.sent_bytes = rank, len(sockets) + 1, 0
         try:
             self._core = _shm.Peers(mapping, rank, self.size)
         except (_shm.Broken, ValueError) as error:
             raise ConnectionLost(f"the group's memory was refused: {error}") from None
-        self._spin, self._opened, self._lost = spin, 0, ""
+        self._spin, self._round_bytes, self._loss_reason = spin, 0, ""
         self._sockets = dict(sockets)
         self._ranks = {sock.fileno(): peer for peer, sock in sockets.items()}
-        self._gone: set[int] = set()
+        self._gone_ranks: set[int] = set()
         self._poller = select.poll()
         for sock in sockets.values():
             sock.setblocking(False)
@@ -55,7 +55,7 @@ class SharedPeers:
             views = self._core.open(sizes)
         except ValueError:
             raise refuse(sum(sizes), self._core.capacity) from None
-        self._opened = sum(sizes) - sizes[self.rank]
+        self._round_bytes = sum(sizes) - sizes[self.rank]
         return views
 
     def open_for_all(self, count: int) -> memoryview:
@@ -64,14 +64,14 @@ class SharedPeers:
             view = self._core.open_for_all(count)
         except ValueError:
             raise refuse(count, self._core.capacity) from None
-        self._opened = count * (self.size - 1)
+        self._round_bytes = count * (self.size - 1)
         return view
 
     def exchange(self) -> list[memoryview]:
         self._check()
         for rank in self._core.post():
             self._wake(rank)
-        self.sent += self._opened
+        self.sent_bytes += self._round_bytes
         try:
             while not self._core.wait(self._spin):
                 self._sleep()
@@ -83,7 +83,7 @@ class SharedPeers:
             raise
 
     def close(self) -> None:
-        self._lost = self._lost or "this end of the group is closed"
+        self._loss_reason = self._loss_reason or "this end of the group is closed"
         self._core.close()
         for sock in self._sockets.values():
             sock.close()
@@ -108,7 +108,7 @@ class SharedPeers:
             return
         except OSError:
             pass  # a reset connection counts as closed
-        self._gone.add(rank)
+        self._gone_ranks.add(rank)
         self._poller.unregister(descriptor)
 
     def _check_missing(self) -> None:
@@ -116,9 +116,9 @@ class SharedPeers:
 
         What a rank posted before it died counts.
         """
-        gone = self._gone.intersection(self._core.missing())
-        if gone:
-            raise ConnectionLost(self._end(f"rank {min(gone)} of the group is gone"))
+        missing_ranks = self._gone_ranks.intersection(self._core.missing())
+        if missing_ranks:
+            raise ConnectionLost(self._end(f"rank {min(missing_ranks)} of the group is gone"))
 
     def _wake(self, rank: int) -> None:
         try:
@@ -126,12 +126,12 @@ class SharedPeers:
         except OSError:
             pass  # a full socket wakes the peer anyway; a closed one is found when it is read
 
-    def _end(self, why: str) -> str:
+    def _end(self, reason: str) -> str:
         """End the group for this reason, or keep the first one. Returns the reason."""
-        self._lost = self._lost or why
+        self._loss_reason = self._loss_reason or reason
         self.close()
-        return self._lost
+        return self._loss_reason
 
     def _check(self) -> None:
-        if self._lost:
-            raise ConnectionLost(self._lost)
+        if self._loss_reason:
+            raise ConnectionLost(self._loss_reason)

@@ -23,7 +23,7 @@ from moesaic.transport.calls import Call, Incoming, refuse
 
 LOOK_SECONDS = 1e-3
 """An end whose `poll` finds nothing checks this often whether the peer is still alive."""
-_GONE = "the other end closed the connection"
+_PEER_GONE = "the other end closed the connection"
 
 
 class _ShmEnd:
@@ -33,9 +33,9 @@ class _ShmEnd:
         sock.setblocking(False)
         self._socket = sock
         self._end = core
-        self._lost: ConnectionLost | None = None
+        self._loss: ConnectionLost | None = None
         self._next_look = 0.0
-        self._said = b""
+        self._last_byte = b""
         """The last byte that came by the socket."""
 
     events = select.POLLIN
@@ -44,18 +44,18 @@ class _ShmEnd:
         return self._socket.fileno()
 
     def ready(self) -> bool:
-        return self._lost is not None or self._end.ready()
+        return self._loss is not None or self._end.ready()
 
     def arm(self) -> bool:
-        return self._lost is not None or self._end.arm()
+        return self._loss is not None or self._end.arm()
 
     def disarm(self) -> None:
-        if self._lost is None:
+        if self._loss is None:
             self._end.disarm()
             self._look()  # so that the same wakeup bytes do not wake it again
 
     def close(self) -> None:
-        self._lost = self._lost or ConnectionLost("this end is closed")
+        self._loss = self._loss or ConnectionLost("this end is closed")
         self._end.close()
         self._socket.close()
 
@@ -69,11 +69,11 @@ class _ShmEnd:
 
         Returns the socket, by which no more is sent, and the last byte that came by it.
         """
-        self._lost = self._lost or ConnectionLost("this end is closed")
+        self._loss = self._loss or ConnectionLost("this end is closed")
         self._end.close()
         with contextlib.suppress(OSError):  # the peer is gone
             self._socket.shutdown(socket.SHUT_WR)
-        return self._socket, self._said
+        return self._socket, self._last_byte
 
     def say(self, byte: bytes) -> None:
         """Send one byte, which `leave` of the peer returns. It is lost if the peer is gone."""
@@ -82,35 +82,35 @@ class _ShmEnd:
 
     def _idle(self) -> None:
         """Check for the peer when nothing was found. Raises ConnectionLost if nothing more can arrive."""
-        if self._lost is None:
+        if self._loss is None:
             now = time.monotonic()
             if now < self._next_look:
                 return
             self._next_look = now + LOOK_SECONDS
             self._look()
-        if self._lost is not None and not self._end.ready():
-            raise self._lost.again()
+        if self._loss is not None and not self._end.ready():
+            raise self._loss.again()
 
     def _look(self) -> None:
         """Read the wakeup bytes from the socket, and note whether it was closed."""
         try:
-            said = self._socket.recv(4096)
-            self._said = said[-1:] or self._said
-            if not said:
-                self._lost = ConnectionLost(_GONE)
+            received_bytes = self._socket.recv(4096)
+            self._last_byte = received_bytes[-1:] or self._last_byte
+            if not received_bytes:
+                self._loss = ConnectionLost(_PEER_GONE)
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self._lost = ConnectionLost(f"the other end is gone: {error.strerror or error}")
+            self._loss = ConnectionLost(f"the other end is gone: {error.strerror or error}")
 
     def _check(self) -> None:
-        if self._lost is not None:
-            raise self._lost.again()
+        if self._loss is not None:
+            raise self._loss.again()
 
-    def _broken(self, error: Exception) -> ConnectionLost:
-        self._lost = DamagedMessage(str(error))
+    def _close_with_error(self, error: Exception) -> ConnectionLost:
+        self._loss = DamagedMessage(str(error))
         self._end.close()
-        return self._lost.again()
+        return self._loss.again()
 
 
 class ShmCaller(_ShmEnd):
@@ -135,7 +135,7 @@ class ShmCaller(_ShmEnd):
         try:
             news = self._client.poll()
         except _shm.Broken as error:
-            raise self._broken(error) from None
+            raise self._close_with_error(error) from None
         if not news:
             self._idle()
         return news  # type: ignore[return-value]
@@ -163,7 +163,7 @@ class ShmAnswerer(_ShmEnd):
         try:
             news = self._server.poll()
         except _shm.Broken as error:
-            raise self._broken(error) from None
+            raise self._close_with_error(error) from None
         if not news:
             self._idle()
         return news  # type: ignore[return-value]

@@ -58,7 +58,7 @@ class StreamCall:
         self.answer = self._blocks[1].data[: rows * row_bytes]
         self._outstanding = Outstanding(rows)
         """Rows that no received frame has listed yet."""
-        self._left = rows
+        self._num_missing = rows
         """Number of rows that have not arrived.
 
         Rows of the frame that is being read are listed but have not arrived.
@@ -69,14 +69,14 @@ class StreamCall:
 class _StreamEnd:
     """The socket, and the behaviour that both ends share."""
 
-    def __init__(self, sock: Wire, heap_bytes: int, wanted: Iterator[list[memoryview]]) -> None:
-        """wanted: yields the memory for the next bytes that arrive."""
+    def __init__(self, sock: Wire, heap_bytes: int, buffers: Iterator[list[memoryview]]) -> None:
+        """buffers: yields the memory for the next bytes that arrive."""
         self._heap_bytes = heap_bytes
-        self._used = 0
+        self._used_bytes = 0
         """Bytes of heap_bytes in calls that have unpublished rows."""
         self.blocks = Blocks(heap_bytes)
         self._header = memoryview(bytearray(HEADER.size))
-        self._frames = Frames(sock, wanted)
+        self._frames = Frames(sock, buffers)
 
     @property
     def events(self) -> int:
@@ -86,7 +86,7 @@ class _StreamEnd:
         return self._frames.fileno()
 
     def ready(self) -> bool:
-        return self._frames.lost is not None or self._frames.more
+        return self._frames.receive_error is not None or self._frames.has_more
 
     def arm(self) -> bool:
         return self.ready()
@@ -106,88 +106,92 @@ class StreamCaller(_StreamEnd):
         self._calls: dict[int, StreamCall] = {}
         self._number = 0
         self._news: list[tuple[Call, IntArray]] = []
-        super().__init__(sock, heap_bytes, self._wanted())
+        super().__init__(sock, heap_bytes, self._read_frames())
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
-        if self._frames.lost is not None:
-            raise self._frames.lost.again()
+        if self._frames.receive_error is not None:
+            raise self._frames.receive_error.again()
         size = call_bytes(request_bytes, rows, row_bytes)
         if min(request_bytes, row_bytes) < 0 or not 1 <= rows <= MAX_ROWS or size > self._heap_bytes:
             raise refuse(request_bytes, rows, row_bytes, self._heap_bytes)
-        if len(self._calls) == MAX_CALLS or self._used + size > self._heap_bytes:
+        if len(self._calls) == MAX_CALLS or self._used_bytes + size > self._heap_bytes:
             return None
-        self._used += size
+        self._used_bytes += size
         self._number += 1
         call = StreamCall(self._number, request_bytes, rows, row_bytes, self.blocks)
         self._calls[call.number] = call
         return call
 
     def post(self, call: Call) -> None:
-        mine = self._mine(call)
-        if mine._state != "open":
+        own_call = self._find_call(call)
+        if own_call._state != "open":
             raise ValueError("the call was posted")
-        if self._frames.lost is not None:
-            raise self._frames.lost.again()
-        mine._state = "posted"
-        header = HEADER.pack(REQUEST, mine.rows, mine.number, mine.row_bytes, len(mine.request))
-        if not self._frames.push([memoryview(header), mine.request]):
+        if self._frames.receive_error is not None:
+            raise self._frames.receive_error.again()
+        own_call._state = "posted"
+        header = HEADER.pack(
+            REQUEST, own_call.rows, own_call.number, own_call.row_bytes, len(own_call.request)
+        )
+        if not self._frames.push([memoryview(header), own_call.request]):
             raise ConnectionLost("the other end is gone")
 
     def poll(self) -> list[tuple[Call, IntArray]]:
         self._frames.pump()
         if not self._news:
-            if self._frames.lost is not None:
-                raise self._frames.lost.again()
+            if self._frames.receive_error is not None:
+                raise self._frames.receive_error.again()
             return []
         news, self._news = self._news, []
         return news
 
     def release(self, call: Call) -> None:
-        mine = self._mine(call)
-        if mine._state == "posted" and mine._left:
-            mine._state = "released"  # its rows still arrive
+        own_call = self._find_call(call)
+        if own_call._state == "posted" and own_call._num_missing:
+            own_call._state = "released"  # its rows still arrive
         else:
-            self._end(mine)
+            self._end(own_call)
 
-    def _mine(self, call: Call) -> StreamCall:
-        mine = self._calls.get(call.number)
-        if mine is not call or mine._state == "released":
+    def _find_call(self, call: Call) -> StreamCall:
+        own_call = self._calls.get(call.number)
+        if own_call is not call or own_call._state == "released":
             raise ValueError("the call was released")
-        return mine
+        return own_call
 
     def _end(self, call: StreamCall) -> None:
         del self._calls[call.number]
-        self._used -= call_bytes(len(call.request), call.rows, call.row_bytes)
+        self._used_bytes -= call_bytes(len(call.request), call.rows, call.row_bytes)
         for block in call._blocks:
             self.blocks.give_back(block)
 
-    def _wanted(self) -> Iterator[list[memoryview]]:
+    def _read_frames(self) -> Iterator[list[memoryview]]:
         """Read ROWS frames. Rows are read directly into the answers."""
         while True:
             yield [self._header]
             kind, count, number, row_bytes, _ = HEADER.unpack(self._header)
             call = self._calls.get(number)
-            known = kind == ROWS and call is not None and call._state != "open"
-            if not known or call is None or not 1 <= count <= call._outstanding.count:
+            is_known = kind == ROWS and call is not None and call._state != "open"
+            if not is_known or call is None or not 1 <= count <= call._outstanding.count:
                 raise DamagedMessage(f"the server sent a damaged frame (kind {kind}, call {number})")
             if row_bytes != call.row_bytes:
-                asked = f"call {number} asked for rows of {call.row_bytes}"
-                raise DamagedMessage(f"the server sent a damaged frame (rows of {row_bytes} bytes; {asked})")
-            named = np.empty(count, "<u4")
-            yield [named.data.cast("B")]
+                requested_text = f"call {number} asked for rows of {call.row_bytes}"
+                raise DamagedMessage(
+                    f"the server sent a damaged frame (rows of {row_bytes} bytes; {requested_text})"
+                )
+            row_numbers = np.empty(count, "<u4")
+            yield [row_numbers.data.cast("B")]
             try:
-                call._outstanding.take(named)
+                call._outstanding.take(row_numbers)
             except ValueError as error:
                 raise DamagedMessage(f"the server sent a damaged frame: {error}") from None
-            indices = named.astype(np.int64)
+            indices = row_numbers.astype(np.int64)
             yield pieces(call.answer, indices, call.row_bytes)
-            self._arrived(call, indices)
+            self._deliver(call, indices)
 
-    def _arrived(self, call: StreamCall, indices: IntArray) -> None:
-        call._left -= len(indices)
+    def _deliver(self, call: StreamCall, indices: IntArray) -> None:
+        call._num_missing -= len(indices)
         if call._state != "released":
             self._news.append((call, indices))
-        elif not call._left:
+        elif not call._num_missing:
             self._end(call)
 
 
@@ -216,54 +220,57 @@ class StreamAnswerer(_StreamEnd):
 
     def __init__(self, sock: Wire, heap_bytes: int) -> None:
         self._open: set[int] = set()
-        self._retired: deque[tuple[int, tuple[Block, Block]]] = deque()
+        self._retired_calls: deque[tuple[int, tuple[Block, Block]]] = deque()
         """(bytes pushed, memory) of finished calls. The memory is free once that many bytes were sent."""
         self._news: list[Incoming] = []
-        super().__init__(sock, heap_bytes, self._wanted())
+        super().__init__(sock, heap_bytes, self._read_frames())
 
     def poll(self) -> list[Incoming]:
         self._frames.pump()
         if not self._news:
-            if self._frames.lost is not None:
-                raise self._frames.lost.again()
+            if self._frames.receive_error is not None:
+                raise self._frames.receive_error.again()
             return []
         news, self._news = self._news, []
         return news
 
     def send(self, call: StreamIncoming, indices: IntArray) -> None:
         """Send rows of a call, for `StreamIncoming.publish`."""
-        if self._frames.lost is None:
+        if self._frames.receive_error is None:
             header = memoryview(HEADER.pack(ROWS, len(indices), call.number, call.row_bytes, 0))
-            named = indices.astype("<u4").data.cast("B")
-            self._frames.push([header, named, *pieces(call.answer, indices, call.row_bytes)])
+            row_numbers = indices.astype("<u4").data.cast("B")
+            self._frames.push([header, row_numbers, *pieces(call.answer, indices, call.row_bytes)])
         if not call._outstanding.count:
             self._open.discard(call.number)
-            self._used -= call_bytes(len(call.request), call.rows, call.row_bytes)
-            self._retired.append((self._frames.pushed, call._blocks))
+            self._used_bytes -= call_bytes(len(call.request), call.rows, call.row_bytes)
+            self._retired_calls.append((self._frames.pushed_bytes, call._blocks))
 
-    def _wanted(self) -> Iterator[list[memoryview]]:
+    def _read_frames(self) -> Iterator[list[memoryview]]:
         """Read REQUEST frames."""
         while True:
             yield [self._header]
             kind, rows, number, row_bytes, request_bytes = HEADER.unpack(self._header)
             size = call_bytes(request_bytes, rows, row_bytes)
-            known = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
+            is_valid = kind == REQUEST and 1 <= rows <= MAX_ROWS and number not in self._open
             # The calls and the unsent answers of a client that reads its answers fit into its heap.
-            if not known or max(self._used + size, self._frames.unsent) > self._heap_bytes:
+            if not is_valid or max(self._used_bytes + size, self._frames.unsent_bytes) > self._heap_bytes:
                 raise DamagedMessage(f"the client sent a damaged frame (kind {kind}, call {number})")
             if len(self._open) == MAX_CALLS:
                 raise DamagedMessage(f"the client sent more than {MAX_CALLS} calls")
             self._reuse()
             request = self.blocks.take(request_bytes)
             yield [request.data[:request_bytes]]
-            self._used += size
+            self._used_bytes += size
             self._open.add(number)
             self._news.append(StreamIncoming(self, number, (request, request_bytes), rows, row_bytes))
 
     def _reuse(self) -> None:
         """Reuse the memory of calls whose answers the socket has accepted."""
-        while self._retired and self._retired[0][0] <= self._frames.pushed - self._frames.unsent:
-            for block in self._retired.popleft()[1]:
+        while (
+            self._retired_calls
+            and self._retired_calls[0][0] <= self._frames.pushed_bytes - self._frames.unsent_bytes
+        ):
+            for block in self._retired_calls.popleft()[1]:
                 self.blocks.give_back(block)
 
 

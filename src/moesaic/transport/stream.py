@@ -69,12 +69,12 @@ class StreamConnection:
         self._on_lost = on_lost
         self._on_message = on_message
         self._inbox: queue.SimpleQueue[Message | ConnectionLost] = queue.SimpleQueue()
-        self._lost: ConnectionLost | None = None
+        self._loss: ConnectionLost | None = None
         """Why nothing more can be received, once `receive` has raised it."""
         self._sending = threading.Lock()
         """Protects `_outbox`, `_unsent` and `_send_failed`."""
         self._outbox: deque[memoryview] = deque()
-        self._unsent = 0
+        self._unsent_bytes = 0
         """Bytes in the outbox."""
         self._send_failed: str | None = None
         """Why nothing can be sent any more."""
@@ -94,16 +94,16 @@ class StreamConnection:
         with self._sending:
             if self._send_failed is not None:
                 raise ConnectionLost(self._send_failed)
-            if self._unsent > MAX_UNSENT:
-                self._end(f"the other end has not read {self._unsent} bytes")
-                self._shut()
+            if self._unsent_bytes > MAX_UNSENT:
+                self._end(f"the other end has not read {self._unsent_bytes} bytes")
+                self._shut_down()
                 raise ConnectionLost(self._send_failed)
             if not self._outbox:
                 frame = frame[self._try(frame) :]
             if not len(frame):
                 return
             self._outbox.append(frame)
-            self._unsent += len(frame)
+            self._unsent_bytes += len(frame)
             if len(self._outbox) == 1:
                 # Not a daemon thread: the process ends only when the peer has everything or is gone.
                 threading.Thread(
@@ -111,37 +111,37 @@ class StreamConnection:
                 ).start()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        if self._lost is None:
+        if self._loss is None:
             try:
                 item = self._inbox.get(block=timeout != 0, timeout=timeout)
             except queue.Empty:
                 return None
             if not isinstance(item, ConnectionLost):
                 return item
-            self._lost = item
-        raise self._lost.again()
+            self._loss = item
+        raise self._loss.again()
 
     @property
-    def lost(self) -> str | None:
+    def loss_reason(self) -> str | None:
         """Why nothing more can be received. None until `receive` has raised it."""
-        return None if self._lost is None else str(self._lost)
+        return None if self._loss is None else str(self._loss)
 
     @property
     def silence(self) -> float:
         """Seconds since something arrived, in steps of HEARTBEAT_SECONDS. 0 without a `silent_limit`."""
         return self._silent_turns * HEARTBEAT_SECONDS
 
-    def ended(self, timeout: float) -> bool:
+    def wait_for_end(self, timeout: float) -> bool:
         """Whether the peer sends nothing more. Waits at most `timeout` seconds for that."""
         self._reader.join(timeout)
         return not self._reader.is_alive()
 
     def close(self) -> None:
         """Close the socket and drop the outbox, which a frozen peer would never empty."""
-        self._shut()
+        self._shut_down()
         self._socket.close()
 
-    def _shut(self) -> None:
+    def _shut_down(self) -> None:
         """Shut the socket down, which wakes both threads."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -150,16 +150,16 @@ class StreamConnection:
 
     def _try(self, frame: memoryview) -> int:
         """How many of these bytes the socket accepts without waiting. Raises ConnectionLost."""
-        sent = 0
+        num_sent = 0
         try:
-            while sent < len(frame):
-                sent += self._socket.send(frame[sent:], socket.MSG_DONTWAIT)
+            while num_sent < len(frame):
+                num_sent += self._socket.send(frame[num_sent:], socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass  # the socket is full
         except OSError as error:
             self._send_failed = f"the other end is gone: {error.strerror or error}"
             raise ConnectionLost(self._send_failed) from error
-        return sent
+        return num_sent
 
     def _write(self, frame: memoryview) -> None:
         """Send the outbox, whose first entry is `frame`, waiting for the peer to read."""
@@ -173,16 +173,16 @@ class StreamConnection:
             with self._sending:
                 if self._send_failed is not None:
                     return
-                self._unsent -= len(self._outbox.popleft())
+                self._unsent_bytes -= len(self._outbox.popleft())
                 if not self._outbox:
                     return
                 frame = self._outbox[0]
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         """Stop sending. Messages that the peer sent before can still be received."""
-        self._send_failed = self._send_failed or why
+        self._send_failed = self._send_failed or reason
         self._outbox.clear()
-        self._unsent = 0
+        self._unsent_bytes = 0
 
     def _read(self) -> None:
         """Read frames into the inbox until the stream ends."""
@@ -211,12 +211,12 @@ class StreamConnection:
 
     def _read_exactly(self, count: int) -> memoryview:
         buffer = memoryview(bytearray(count))
-        filled = 0
-        while filled < count:
-            got = self._receive_into(buffer[filled:])
+        num_filled = 0
+        while num_filled < count:
+            got = self._receive_into(buffer[num_filled:])
             if got == 0:
                 raise ConnectionLost("the other end closed the connection")
-            filled += got
+            num_filled += got
         return buffer
 
     def _receive_into(self, view: memoryview) -> int:

@@ -30,20 +30,20 @@ def wait(
     """
     if any(end.ready() for end in ends):
         return True
-    started = time.monotonic()
+    start = time.monotonic()
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
     for end in ends:
         poller.register(end.fileno(), end.events)
-    until = started + (spin if timeout is None else min(spin, timeout))
+    spin_end = start + (spin if timeout is None else min(spin, timeout))
     while True:
         if any(end.ready() for end in ends) or poller.poll(0):
             return True
-        if time.monotonic() >= until:
+        if time.monotonic() >= spin_end:
             break
         os.sched_yield()
-    left = None if timeout is None else started + timeout - time.monotonic()
+    left = None if timeout is None else start + timeout - time.monotonic()
     return (left is None or left > 0) and _sleep(ends, poller, left)
 
 
@@ -58,9 +58,9 @@ def yield_core() -> None:
 
 def _sleep(ends: Sequence[End], poller: select.poll, seconds: float | None) -> bool:
     """Sleep until some end's socket becomes ready. Returns whether there is news."""
-    armed = [end.arm() for end in ends]  # arm all of them, even if one has news
+    has_news = [end.arm() for end in ends]  # arm all of them, even if one has news
     try:
-        if any(armed):
+        if any(has_news):
             return True
         return bool(poller.poll(None if seconds is None else max(1, round(seconds * 1e3))))
     finally:

@@ -12,7 +12,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._closing = threading.Lock()
-        self._closed = False
+        self._is_closed = False
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._reading, False)
         os.set_blocking(self._writing, False)
@@ -29,7 +29,7 @@ class Wakeup:
         After `close` it does nothing, because the descriptor may be reused.
         """
         with self._closing:
-            if self._closed:
+            if self._is_closed:
                 return
             with contextlib.suppress(BlockingIOError):  # a full pipe is readable already
                 os.write(self._writing, b"\0")
@@ -48,8 +48,8 @@ class Wakeup:
     def close(self) -> None:
         """A second call does nothing."""
         with self._closing:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed, self.rung = True, False  # so that `clear` reads nothing any more
+            self._is_closed, self.rung = True, False  # so that `clear` reads nothing any more
             os.close(self._reading)
             os.close(self._writing)

@@ -15,19 +15,19 @@ Word = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 
 
-def say(to: Wire, **word: object) -> None:
+def say(wire: Wire, **word: object) -> None:
     """Tell the other end."""
     data = json.dumps(word).encode()
-    to.sendall(memoryview(_LENGTH.pack(len(data)) + data))
+    wire.sendall(memoryview(_LENGTH.pack(len(data)) + data))
 
 
-def hear(whom: Wire) -> Word:
+def hear(wire: Wire) -> Word:
     """What the other end says. Raises ConnectionLost, or TimeoutError after the timeout of the socket."""
-    (length,) = _LENGTH.unpack(_read(whom, _LENGTH.size))
+    (length,) = _LENGTH.unpack(_read(wire, _LENGTH.size))
     if length > MAX_WORD:
         raise ConnectionLost(f"it said {length} bytes at once")
     try:
-        word = json.loads(_read(whom, length))
+        word = json.loads(_read(wire, length))
     except (ValueError, RecursionError):
         raise ConnectionLost("what it said is no JSON") from None
     if not isinstance(word, dict):
@@ -35,12 +35,12 @@ def hear(whom: Wire) -> Word:
     return word
 
 
-def _read(whom: Wire, count: int) -> bytes:
+def _read(wire: Wire, count: int) -> bytes:
     data = memoryview(bytearray(count))
-    filled = 0
-    while filled < count:
-        got = whom.recv_into(data[filled:])
+    num_filled = 0
+    while num_filled < count:
+        got = wire.recv_into(data[num_filled:])
         if not got:
             raise ConnectionLost("the other end closed the connection")
-        filled += got
+        num_filled += got
     return bytes(data)

@@ -17,7 +17,7 @@ from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.runtime.keeping import KeptModel
-from moesaic.transport.authentication import Refused
+from moesaic.transport.authentication import PeerRefused
 
 JOINING = JoinOptions("tcp:h:1", "attention-worker", model="m")
 
@@ -44,7 +44,7 @@ def test_it_is_asked_again_and_not_started_again(says: Path) -> None:
     with child.KeptChild() as serve_once:
         with pytest.raises(ConnectionLost, match="gone"):
             serve_once(JOINING, b"s" * 32, models.append)
-        with pytest.raises(Refused, match="full"):
+        with pytest.raises(PeerRefused, match="full"):
             serve_once(JOINING, b"s" * 32, models.append)
         assert serve_once(JOINING, b"s" * 32, models.append) == 0
     assert len(models) == 2 and models[0] == models[1]

@@ -32,7 +32,7 @@ from moesaic.experts.process import _ExpertLoader
 from moesaic.gpu.nvshmem import package as nvshmem_package
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
-from moesaic.transport.authentication import Refused
+from moesaic.transport.authentication import PeerRefused
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 SIZES = ExpertLayout({0: "a"}, "g", "u", "d", 8, 4, 2, 1, "float32")
@@ -50,7 +50,7 @@ def checkpoint(path: Path, number: float = 1.0) -> Path:
 def layout() -> ExpertLayout:
     """The layout that a cluster sends which serves `checkpoint`."""
     with tempfile.TemporaryDirectory() as folder:
-        return replace(SIZES, weights=fingerprint.of(checkpoint(Path(folder))))
+        return replace(SIZES, weights=fingerprint.compute_fingerprint(checkpoint(Path(folder))))
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def test_a_cluster_that_was_started_anew_is_joined(tmp_path: Path) -> None:
                 again.enter_context(listener(RemoteProcess.stop, listening.address))
 
         joiner._sleep = later  # type: ignore[method-assign]
-        with again, pytest.raises(Refused, match="the cluster is shutting down and accepts no processes"):
+        with again, pytest.raises(PeerRefused, match="the cluster is shutting down and accepts no processes"):
             joiner.run()
     assert joiner.slept == list(DELAYS[:4])
 
@@ -189,14 +189,14 @@ def test_files_that_change_after_they_were_compared_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining = JoinOptions("tcp:127.0.0.1:1", model=str(checkpoint(tmp_path)))
-    compare = fingerprint.of
+    compare = fingerprint.compute_fingerprint
 
     def then_changed(path: Path) -> str:
         found = compare(path)
         checkpoint(path, 2.0)
         return found
 
-    monkeypatch.setattr(fingerprint, "of", then_changed)
+    monkeypatch.setattr(fingerprint, "compute_fingerprint", then_changed)
     stamp = server_config(joining, enlisted(), "127.0.0.1").checkpoint_stamp
     assert stamp
     with pytest.raises(CheckpointError, match="the files changed since they were first read"):
@@ -243,7 +243,7 @@ def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
     """Neither the first time, nor where the secret was changed meanwhile."""
     with listener(given_up, secret=OTHER) as listening:
         joiner = Joiner(listening.address, tmp_path)
-        with pytest.raises(Refused, match=f"no connection to {listening.address}: .*another secret"):
+        with pytest.raises(PeerRefused, match=f"no connection to {listening.address}: .*another secret"):
             joiner.run()
         assert not joiner.slept
     with ExitStack() as stack, listener(given_up) as listening:
@@ -254,7 +254,7 @@ def test_who_is_refused_does_not_ask_again(tmp_path: Path) -> None:
 
         joiner = Joiner(listening.address, tmp_path)
         joiner.between = change
-        with pytest.raises(Refused, match="another secret"):
+        with pytest.raises(PeerRefused, match="another secret"):
             joiner.run()
     assert joiner.slept == list(DELAYS[:REFUSALS])
 
@@ -270,7 +270,7 @@ def test_a_refusal_that_somebody_on_the_way_caused_is_not_the_end(tmp_path: Path
     changes = [Change("up", 4000, 0), Change("up", 30, 5), Change("down", 55, 1)]
     with listener(welcome) as listening, relay(listening.address, *changes) as between:
         joiner = Joiner(f"tcp:127.0.0.1:{between.port}", tmp_path)
-        with pytest.raises(Refused, match="the cluster is shutting down and accepts no processes"):
+        with pytest.raises(PeerRefused, match="the cluster is shutting down and accepts no processes"):
             joiner.run()
     assert joiner.slept == list(DELAYS[:3]) and len(between.flipped) == 2
 
@@ -281,7 +281,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path, caplog: pytes
         silent = [
             stack.enter_context(socket.create_connection((host, int(port)), 10.0)) for _ in range(MAX_PENDING)
         ]
-        with pytest.raises(Refused, match="the cluster is shutting down and accepts no processes"):
+        with pytest.raises(PeerRefused, match="the cluster is shutting down and accepts no processes"):
             Joiner(listening.address, tmp_path).run()
         assert silent[0].recv(1) == b""
         name = "tcp:{}:{}".format(*silent[0].getsockname())

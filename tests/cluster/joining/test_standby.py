@@ -16,7 +16,7 @@ from moesaic.cluster.joining import enlisting, standby
 from moesaic.cluster.joining.options import JoinOptions
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.transport.authentication import Refused
+from moesaic.transport.authentication import PeerRefused
 
 
 class Watching:
@@ -105,7 +105,7 @@ def test_another_checkpoint_or_secret_is_refused() -> None:
         other = ".".join(["0" * 16, *layout().weights.split(".")[1:]])
         with pytest.raises(ConfigError, match=r"--standby-for: got .* that one has other config.json"):
             Watching(listening.address, other).end()
-        with pytest.raises(Refused, match="another secret"):
+        with pytest.raises(PeerRefused, match="another secret"):
             Watching(listening.address, secret=OTHER).end()
     peers[0].connection.close()
 

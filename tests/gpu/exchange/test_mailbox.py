@@ -51,7 +51,7 @@ class Opened:
 def ends(tmp_path: Path) -> Iterator[tuple[MailboxClient, MailboxServer]]:
     listener = Listener(f"unix:{tmp_path}/s", SECRET, kinds=mailbox_kind(Opened))  # type: ignore[arg-type]
     client = connect_mailbox(listener.address, SECRET, 5000, NAMES)
-    [answerer] = until(listener.accepted)
+    [answerer] = until(listener.take_connections)
     yield client, answerer.end  # type: ignore[attr-defined]
     client.close()
     answerer.close()

@@ -79,7 +79,7 @@ class Place:
         self.hidden = rows.tensor.view(torch.float32).view(ROWS, width)
         self.answers = answers.tensor.view(torch.float32)
         arithmetic = TorchBackend(path, self.layout, "cpu", "reference", 1)
-        arithmetic.take({layer: range(EXPERTS - 1) for layer in self.layout.layers})
+        arithmetic.load({layer: range(EXPERTS - 1) for layer in self.layout.layers})
         listener = Listener(f"unix:{folder}/s", SECRET, kinds=mailbox_kind(self.opened))
         service = ExpertServerScheduler(self.layout.layers, MostTokensFirst(), Enough())
         rows = ServerRows(torch.device("cpu"), width)
@@ -135,7 +135,7 @@ def test_answers_are_in_the_clients_memory(place: Place) -> None:
         found = place.answers[: len(experts) * place.layout.hidden].view(len(experts), -1)
         wanted = [place.hidden[row] for row in rows]
         assert len(found) == len(wanted) and found.isfinite().all() and found.abs().sum() > 0
-    assert place.server.served.pairs == 4
+    assert place.server.counters.pairs == 4
 
 
 def test_the_client_is_told_of_answers_that_are_not_finite(place: Place) -> None:

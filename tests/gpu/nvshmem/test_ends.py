@@ -91,7 +91,7 @@ class Place:
     def dial(self, worker: int = 0) -> tuple[NvshmemMailbox, NvshmemAnswerer]:
         mailbox = self.dialers[worker].dial(self.listener.address, SECRET)
         until = time.monotonic() + 20
-        while not (ends := self.listener.accepted()):
+        while not (ends := self.listener.take_connections()):
             assert time.monotonic() < until
             time.sleep(0.001)
         end = cast(NvshmemAnswerer, ends[0])
@@ -221,7 +221,7 @@ def test_words_are_read_only_while_graphs_may_ask(place: Place, monkeypatch: pyt
 
 def test_a_lost_host_ends_the_lifeline_at_both_ends(place: Place) -> None:
     mailbox, end = place.opened()
-    watched = {sock.fileno() for sock in host_watch._PROCESS._watched}
+    watched = {sock.fileno() for sock in host_watch._PROCESS._sockets}
     assert {mailbox._line.fileno(), end.fileno()} <= watched
 
 

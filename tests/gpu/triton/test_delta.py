@@ -17,7 +17,11 @@ from moesaic.kernels.states import LayerStates, StateSizes
 from moesaic.kernels.table import REFERENCE
 
 pytestmark = pytest.mark.slow
-SIZES = (StateSizes(1, 2, 16, 8, 4), StateSizes(2, 2, 24, 40, 2), StateSizes(1, 1, 8, 72, 3, drafted=2))
+SIZES = (
+    StateSizes(1, 2, 16, 8, 4),
+    StateSizes(2, 2, 24, 40, 2),
+    StateSizes(1, 1, 8, 72, 3, max_draft_tokens=2),
+)
 BEGUN = [60, 62, 0]
 """Positions of the sequences before the steps."""
 STEPS = (
@@ -141,7 +145,7 @@ def test_gates_of_any_size(number: float) -> None:
 
 @pytest.mark.parametrize(("channels", "taps", "drafted"), [(1, 2, 0), (150, 3, 2)])
 def test_a_convolution_alone(channels: int, taps: int, drafted: int) -> None:
-    sizes = replace(StateSizes.of_convolution(channels, taps), drafted=drafted)
+    sizes = replace(StateSizes.of_convolution(channels, taps), max_draft_tokens=drafted)
     rows, weight = torch.randn(133, channels), torch.randn(channels, taps)
     made = []
     for kernels, device in ((TRITON, DEVICE), (REFERENCE, "cpu")):

@@ -57,7 +57,7 @@ class Mailboxes:
     def request(self, slot: int) -> wire.Request:
         """As a server reads it."""
         memory = memoryview(self.requests[slot].numpy()).cast("B")  # type: ignore[arg-type]
-        size = wire.size(*wire.claimed(memory), self.width, False, on_device=True)
+        size = wire.size(*wire.read_counts(memory), self.width, False, on_device=True)
         request = wire.parse(memory[:size], LAYER + 1, EXPERTS, self.width, on_device=len(self.exchange.rows))
         assert request.places is not None and request.places.tolist() == list(range(len(request.places)))
         return replace(request, hidden=self.exchange.rows.numpy()[request.places])

@@ -15,7 +15,7 @@ from moesaic.core.experts import SILU, Activation
 from moesaic.core.stored import QUANTIZED, of_expert
 from moesaic.gpu.triton import experts as module
 from moesaic.kernels.matrix import QuantizedMatrix
-from moesaic.kernels.quantized import TABLES, pack
+from moesaic.kernels.quantized_layout import TABLES, pack
 from moesaic.kernels.reference.experts import experts_plain
 from moesaic.kernels.table import REFERENCE
 from moesaic.kernels.weights import ExpertWeights
@@ -101,7 +101,7 @@ def test_a_page_table_says_which_experts_are_there(
     table = torch.zeros(3, experts, dtype=torch.int64, device=DEVICE)
     pages = every.table_over(table)
     for there in data.draw(st.lists(st.sets(st.integers(0, experts - 1)), min_size=1, max_size=3)):
-        weights = replace(every.only(there), pages=pages)
+        weights = replace(every.select(there), page_table=pages)
         table.copy_(torch.tensor(weights.addresses))
         out = torch.full((tokens, top_k, hidden), 7.0, device=DEVICE)
         found = TRITON.experts(weights, rows.to(DEVICE), ids.to(DEVICE), out)
@@ -140,7 +140,7 @@ def quantised(inner: str, down: str, size: tuple[int, int]) -> tuple[ExpertWeigh
         tuple(QuantizedMatrix(one, columns, kind).floats() for one in part)
         for part, (kind, _, columns) in zip(stored, shapes, strict=True)
     ]
-    return ExpertWeights(*stored, packed=of_expert(inner, down)), ExpertWeights(*numbers)
+    return ExpertWeights(*stored, packed_dtype=of_expert(inner, down)), ExpertWeights(*numbers)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def quantised(inner: str, down: str, size: tuple[int, int]) -> tuple[ExpertWeigh
 def test_quantised(inner: str, down: str, size: tuple[int, int]) -> None:
     packed, numbers = quantised(inner, down, size)
     hidden, ids = torch.randn(5, size[1]), torch.tensor([[0, 2], [2, 1], [2, 0], [0, 1], [2, 1]])
-    moved_there = ExpertWeights(*moved(packed).parts, packed=packed.packed)
+    moved_there = ExpertWeights(*moved(packed).parts, packed_dtype=packed.packed_dtype)
     found = TRITON.experts(moved_there, hidden.to(DEVICE), ids.to(DEVICE))
     close(found, experts_plain(numbers, hidden, ids))
 
@@ -177,7 +177,7 @@ def test_gated_mlp(kind: str) -> None:
     shapes = ((24, 40), (24, 40), (40, 24))
     if kind == "int4":
         weights = [QuantizedMatrix(matrix(kind, *shape), shape[1], kind) for shape in shapes]
-        there = [QuantizedMatrix(one.stored.to(DEVICE), one.columns, kind) for one in weights]
+        there = [QuantizedMatrix(one.stored_rows.to(DEVICE), one.columns, kind) for one in weights]
     else:
         weights = [torch.randn(*shape).bfloat16() for shape in shapes]
         there = [one.decode_worker(DEVICE) for one in weights]

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 RULES = [
     Gating(1),
     Gating(3, normalise=True),
-    Gating(3, normalise=True, scale=2.5, scores="sigmoid", added=1e-20),
+    Gating(3, normalise=True, scale=2.5, scores="sigmoid", sum_epsilon=1e-20),
     Gating(2, normalise=True, groups=4, groups_kept=2, scores="sigmoid", group_scores="two best"),
     Gating(3, groups=3, groups_kept=1),
-    Gating(4, biased="products"),
+    Gating(4, bias_target="products"),
 ]
 
 

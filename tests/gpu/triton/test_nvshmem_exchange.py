@@ -77,7 +77,7 @@ class Heaps:
     def request(self, slot: int) -> wire.Request:
         """As a server reads it, with its rows."""
         memory = memoryview(self.heaps[1 + slot].numpy()).cast("B")[self.channels.request(0) :]  # type: ignore[arg-type]
-        rows, pairs = wire.claimed(memory)
+        rows, pairs = wire.read_counts(memory)
         size = wire.size(rows, pairs, self.width, False, on_device=True)
         request = wire.parse(memory[:size], LAYER + 1, EXPERTS, self.width, on_device=self.rows)
         assert request.places is not None and request.places.tolist() == list(range(rows))
@@ -122,7 +122,10 @@ def test_a_layer_of_a_step(step: tuple[torch.Tensor, torch.Tensor, int, list[int
             assert request.rows.tolist() == lines.tolist()
             assert request.experts.tolist() == ids.flatten()[pairs].tolist()
             assert np.array_equal(request.hidden, hidden[mine].numpy())
-            assert wire.claimed(memoryview(heaps.header[slot].numpy()).cast("B")) == (len(mine), len(pairs))  # type: ignore[arg-type]
+            assert wire.read_counts(memoryview(heaps.header[slot].numpy()).cast("B")) == (
+                len(mine),
+                len(pairs),
+            )  # type: ignore[arg-type]
             heaps.answer(slot, doubt=slot == 0)
         exchange.wait(heaps.exchange, INDEX, POLLS)
         found = exchange.collect(sources, top_k, width)

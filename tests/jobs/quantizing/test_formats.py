@@ -12,7 +12,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.jobs.quantizing.formats import Format, QuantizedMatrix, choose_format, round_scales
 from moesaic.models.config import Fields
 from moesaic.models.quantization import compressed_tensors
-from moesaic.models.quantization.scheme import unpacked
+from moesaic.models.quantization.scheme import unpack
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, None), (8, 32), (8, None)])
@@ -24,7 +24,7 @@ def test_the_library_writes_the_same_bytes(bits: int, group: int | None) -> None
             for name in ("packed", "scale", "shape")
         )
     form = Format(bits, group)
-    codes = np.ascontiguousarray(unpacked(packed.numpy(), bits, columns))
+    codes = np.ascontiguousarray(unpack(packed.numpy(), bits, columns))
     written = form.encode(QuantizedMatrix(codes, scales.float().numpy()), "BF16")
     assert written[0] == packed.numpy().tobytes()
     assert written[1] == scales.view(torch.uint16).numpy().tobytes()
@@ -47,7 +47,7 @@ def test_our_reader_understands_the_config(form: Format) -> None:
     told = form.config(["lm_head", "model.layers.0.mlp.gate"])
     assert told["ignore"] == ["lm_head", "model.layers.0.mlp.gate"]
     found = compressed_tensors.parse(Fields(told, "quantization_config."))
-    assert found == compressed_tensors.Packed(form.bits, form.group or -1, symmetric=True)
+    assert found == compressed_tensors.PackedIntegers(form.bits, form.group or -1, symmetric=True)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("BF16", torch.bfloat16), ("F16", torch.float16)])

@@ -65,7 +65,7 @@ def check(path: Path, to: Path, form: Format) -> tuple[int, list[str]]:
     before, after, checkpoint = written(path), written(to), Checkpoint(to)
     rounded, stayed = 0, []
     for name, tensor in before.items():
-        matrix = checkpoint.quantized(name, *tensor.shape)
+        matrix = checkpoint.find_quantized(name, *tensor.shape)
         if matrix is None:
             assert torch.equal(after.pop(name).view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
             stayed.append(name)
@@ -95,7 +95,7 @@ def test_every_family_is_read_again(save: Save, tmp_path: Path, case: str) -> No
     assert cost.matrices >= 3 * spec.num_experts * len(spec.moe_layers) + 2 * least
     assert not [name for name in written(out) if "linear_attn" in name and name.endswith("_packed")]
     model = registry.load(out, kernels)
-    assert all(weights.packed == "int8" for weights in model.experts.values())
+    assert all(weights.packed_dtype == "int8" for weights in model.experts.values())
     if case not in ("granite", "qwen3.5-images"):  # whose tensors have other names than the matrices
         assert check(path, out, Format(8, None))[0] == cost.matrices
 
@@ -278,10 +278,10 @@ def test_fp8_is_read_as_its_numbers(save: Save, tmp_path: Path, name: str, form:
     checkpoint, rounded = Checkpoint(out), 0
     for tensor, wanted in numbers.items():
         found = checkpoint.tensor(tensor, *wanted.shape, dtype=torch.float32)
-        if checkpoint.quantized(tensor, *wanted.shape) is not None:
+        if checkpoint.find_quantized(tensor, *wanted.shape) is not None:
             rounded += 1
             wanted = rounding.numbers(rounding.nearest(wanted.float()))
-        elif Checkpoint(path).quantized(tensor, *wanted.shape) is not None:
+        elif Checkpoint(path).find_quantized(tensor, *wanted.shape) is not None:
             wanted = wanted.to(torch.bfloat16)
         assert torch.equal(found, wanted.float()), tensor
     assert rounded == cost.matrices > 0

@@ -205,9 +205,9 @@ def test_one_layer_is_in_memory_at_a_time(written: Written, monkeypatch: pytest.
             most = max(most, sum(alive.values()))
         return tensor
 
-    read, as_stored = Checkpoint.tensor, Checkpoint.as_stored
+    read, as_stored = Checkpoint.tensor, Checkpoint.read_raw
     monkeypatch.setattr(Checkpoint, "tensor", lambda *a, **named: note(read(*a, **named)))
-    monkeypatch.setattr(Checkpoint, "as_stored", lambda *a: note(as_stored(*a)))
+    monkeypatch.setattr(Checkpoint, "read_raw", lambda *a: note(as_stored(*a)))
     path = written["mixtral"]
     assert verified(path).equal
     checkpoint = Checkpoint(path)

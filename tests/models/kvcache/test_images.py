@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models.kvcache.test_paged import DTYPES, GROUPED, LATENT, paged
+from tests.models.kvcache.test_paged_kv import DTYPES, GROUPED, LATENT, paged
 
 from moesaic.kernels.states import StateSizes
 from moesaic.models.kvcache.memory import HybridMemory
-from moesaic.models.kvcache.paged import PagedKV, bytes_per_token
+from moesaic.models.kvcache.paged_kv import PagedKV, bytes_per_token
 from moesaic.models.kvcache.states import StateCache, state_bytes
 from moesaic.models.spec import KVLayout
 
@@ -35,9 +35,9 @@ def test_blocks_are_the_same_in_other_places(layout: KVLayout, dtype: torch.dtyp
     assert len(data) == 3 * 2 * kv.layer_bytes
     apart = [kv.copy_blocks(blocks, range(layer, layer + 1)) for layer in range(2)]
     assert (np.concatenate(apart) == data).all()
-    other.put_blocks(places, range(1, 2), apart[1], skipped=1)
+    other.put_blocks(places, range(1, 2), apart[1], num_skipped=1)
     assert not other.keys(0).view(torch.uint8).any() and other.keys(1).view(torch.uint8).any()
-    other.put_blocks(places, range(2), data, skipped=1)
+    other.put_blocks(places, range(2), data, num_skipped=1)
     for layer in range(2):
         for mine, theirs in ((kv.keys, other.keys), (kv.values, other.values)):
             found, there = mine(layer).view(torch.uint8), theirs(layer).view(torch.uint8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moesaic.kernels import table
-from moesaic.models.kvcache.paged import PagedKV, SplitKV
+from moesaic.models.kvcache.paged_kv import PagedKV, SplitKV
 from moesaic.models.spec import KVLayout
 
 LAYERS, SIZE, FAST, SLOW = 3, 4, 2, 3

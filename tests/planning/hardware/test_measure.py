@@ -47,7 +47,7 @@ def test_ram_over_a_disk(tmp_path: Path) -> None:
     shown: list[str] = []
     measuring = Measuring(TINY, lambda what, done, total: shown.append(what), threads=2)
     found = measuring.ram_over_disk(tmp_path, "two cores")
-    dtype = "bfloat16" if torch.bfloat16 in pick("cpu").stored else "float32"
+    dtype = "bfloat16" if torch.bfloat16 in pick("cpu").unconverted_dtypes else "float32"
     assert found.name == "two cores" and found.source.endswith(
         f"by microbenchmarks: {pick('cpu').name}, weights in {dtype}"
     )

@@ -25,11 +25,11 @@ def spied(kernels: Kernels, seen: list[tuple[Any, ...]]) -> Kernels:
         weights: ExpertWeights,
         hidden: torch.Tensor,
         expert_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = expert_ids.flatten().bincount().tolist()
-        seen.append(("experts", tuple(hidden.shape), rows, weights.of(0)[0].dtype))
-        return kernels.experts(weights, hidden, expert_ids, out)
+        seen.append(("experts", tuple(hidden.shape), rows, weights.matrices_of(0)[0].dtype))
+        return kernels.experts(weights, hidden, expert_ids, output)
 
     def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         seen.append(("dense", tuple(rows.shape), weight.data_ptr(), weight.dtype))
@@ -108,7 +108,7 @@ def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
             spied(kernels, seen), [torch.bfloat16, torch.float32], replace(TINY, packed_type="compressed")
         )
         stored = [one[3] for one in seen if one[0] == "experts"]
-        narrow = torch.uint8 if kernels.packed else torch.bfloat16
+        narrow = torch.uint8 if kernels.can_use_quantized else torch.bfloat16
         assert stored == [narrow] * (len(stored) // 2) + [torch.float32] * (len(stored) // 2)
         assert {one[3] for one in seen if one[0] == "dense"} == {torch.bfloat16, torch.float32}
 
@@ -121,7 +121,7 @@ def test_quantised_experts_are_measured_beside_the_others(kind: str) -> None:
     extra = [one for one in found if one.dtype == kind]
     assert [(one.shape, one.rows) for one in extra] == [
         ("experts", rows) for rows in TINY.rows
-    ] * native.packed
+    ] * native.can_use_quantized
     assert len(found) - len(extra) == 6 and extra == list(found[6:])
     assert [one[3] for one in seen if one[0] == "experts"][3:] == [torch.uint8] * len(extra)
     assert len(measured(REFERENCE, [torch.float32], replace(TINY, packed_type=kind))) == 6

@@ -118,7 +118,7 @@ def test_drafts_that_are_wrong_end_and_are_tried_again_less_and_less() -> None:
     tail = [size for size in gaps if size > 1]
     assert start < 12 and tail == sorted(tail) and tail[0] > FIRST_WAIT and tail[-1] == LAST_WAIT + 1
     assert subject.stats().accepted_tokens == 0
-    while one.acceptance.waited < one.acceptance.wait:
+    while one.acceptance.on_wait < one.acceptance.wait:
         subject.draft([one], 99, blocks, 0)
     subject.draft([one], 99, blocks, 0)
     assert len(one.drafted) == 1

@@ -19,7 +19,7 @@ from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.experts.collectives.one_shot import local_group
 from moesaic.models import files, registry
 from moesaic.runtime.group import build_rank
-from moesaic.runtime.group.owners import ExpertOwners, check_placement, equal_owners, placed
+from moesaic.runtime.group.owners import ExpertOwners, check_placement, equal_owners, read_owners
 from moesaic.trace.parts import part_path
 
 WORKER = WorkerConfig(ModelConfig("demo", threads=1), parallel=ParallelConfig(2))
@@ -93,4 +93,4 @@ def test_a_placement_for_fewer_ranks_is_refused(tmp_path: Path) -> None:
     for size, shared in ((3, 1), (6, 2)):
         config = replace(WORKER, parallel=ParallelConfig(size, shared, placement=file))
         with pytest.raises(ConfigError, match="^--placement: got 'nothing for server 2'"):
-            placed(config)
+            read_owners(config)

@@ -18,7 +18,7 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.llm import Completion
 from moesaic.models import registry
-from moesaic.models.kvcache.paged import bytes_per_token
+from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.models.shard import Shard
 from moesaic.testing import byte_tokenizer
 

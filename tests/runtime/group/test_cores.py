@@ -10,7 +10,7 @@ import pytest
 from moesaic.cluster.cores import Cores
 from moesaic.cluster.member import Role
 from moesaic.config import ModelConfig, ParallelConfig, WorkerConfig
-from moesaic.runtime.group.launcher import of_rank
+from moesaic.runtime.group.launcher import rank_config
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +23,15 @@ def worker(pinned: bool = True, cpus: tuple[int, ...] = ()) -> WorkerConfig:
 
 
 def test_ranks_share_the_cores_of_a_worker_that_has_all() -> None:
-    ranks = [of_rank(worker(), rank) for rank in range(2)]
+    ranks = [rank_config(worker(), rank) for rank in range(2)]
     assert [rank.cpus for rank in ranks] == [(4, 5), (6, 7)]
     assert [rank.most_threads for rank in ranks] == [2, 2]
-    assert of_rank(worker(pinned=False), 1).cpus == ()
+    assert rank_config(worker(pinned=False), 1).cpus == ()
 
 
 def test_ranks_share_the_cores_of_their_own_host() -> None:
     config = replace(worker(), parallel=ParallelConfig(4, nnodes=2))
-    ranks = [of_rank(config, rank) for rank in range(4)]
+    ranks = [rank_config(config, rank) for rank in range(4)]
     assert [rank.cpus for rank in ranks] == [(4, 5), (6, 7)] * 2
     assert [rank.most_threads for rank in ranks] == [2] * 4
 
@@ -40,4 +40,4 @@ def test_each_rank_of_each_group_of_a_cluster_has_its_own() -> None:
     cores = Cores(worker())
     given = [cores.cpus(Role.WORKER, place, None) for place in range(3)]
     assert given == [(4, 5), (6, 7), (4, 5)]
-    assert [of_rank(worker(cpus=given[1]), rank).cpus for rank in range(2)] == [(6,), (7,)]
+    assert [rank_config(worker(cpus=given[1]), rank).cpus for rank in range(2)] == [(6,), (7,)]

@@ -13,4 +13,4 @@ from moesaic.runtime.group.launcher import EndedRank
 def test_a_rank_that_ended_well_and_silently_followed_the_group(
     code: int, reason: str, followed: bool
 ) -> None:
-    assert EndedRank(1, 7, code, reason).followed is followed
+    assert EndedRank(1, 7, code, reason).ended_with_group is followed

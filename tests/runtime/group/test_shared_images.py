@@ -16,7 +16,7 @@ from moesaic.experts.collectives.one_shot import local_group
 from moesaic.kernels.states import StateSizes
 from moesaic.kernels.table import REFERENCE
 from moesaic.models.kvcache.memory import HybridMemory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import KVLayout
 from moesaic.runtime.group import shared_images

@@ -63,7 +63,7 @@ def requests(draw: st.DrawFn) -> Row:
 def test_a_batch_is_adjusted_to_the_bit_as_its_rows_alone(batch: list[Row], later: int) -> None:
     """Of each row the last `later` generated tokens come after it was admitted."""
     logits = torch.tensor([row[2] for row in batch])
-    asking = [line for line, (request, _, _) in enumerate(batch) if Adjustment.wanted(request.params)]
+    asking = [line for line, (request, _, _) in enumerate(batch) if Adjustment.is_needed(request.params)]
     adjustments = []
     for line in asking:
         request, generated, _ = batch[line]
@@ -96,14 +96,14 @@ def test_reports_of_a_batch_are_to_the_bit_those_of_its_rows_alone(batch: list[R
 
 
 def test_counts_are_of_distinct_tokens_in_order_of_their_first_appearance() -> None:
-    counts = TokenCounts(seen=[7, 8, 7], generated=[8, 9])
+    counts = TokenCounts(seen_tokens=[7, 8, 7], generated_tokens=[8, 9])
     counts.append(9)
-    assert (counts.tokens.tolist(), counts.often.tolist()) == ([7, 8, 9], [0, 1, 2])
+    assert (counts.tokens.tolist(), counts.frequencies.tolist()) == ([7, 8, 9], [0, 1, 2])
 
 
 def test_nobody_is_adjusted_who_did_not_ask() -> None:
     params = SamplingParams(temperature=0.7, top_p=0.5, stop_token_ids=[5], logprobs=2)
-    assert not Adjustment.wanted(params)
+    assert not Adjustment.is_needed(params)
 
 
 def test_ties_are_reported_alike_whoever_wants_more() -> None:

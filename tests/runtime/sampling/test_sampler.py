@@ -227,7 +227,7 @@ def test_what_scored_a_broken_prompt_gets_no_token() -> None:
     sampler.admit(make(0), [])
     sampler.give_up(0)
     assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0].tolist() == [NO_TOKEN]
-    sampler.release(0, preempted=True)
+    sampler.release(0, is_preempted=True)
     sampler.admit(make(0), [])
     assert sampler.sample(np.array([0]), torch.zeros(1, 4))[0].tolist() == [NO_TOKEN]
     sampler.release(0)

@@ -13,7 +13,7 @@ from moesaic.config import ModelConfig
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import DirectExperts, ExpertRequest, RequestHandle
 from moesaic.experts.remote import RemoteExperts
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.policy.scheduling.schedulers.actions import RowSource, RunSegment, StepPlan
 from moesaic.runtime.model_loading import LoadedModel, load_model
 from moesaic.runtime.step.eager import EagerRunner

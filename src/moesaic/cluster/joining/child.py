@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.config import worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.transport.authentication import Refused, SentAway
+from moesaic.transport.authentication import PeerRefused, RefusedByCluster
 
-_KINDS: dict[str, type[ConnectionLost]] = {"lost": ConnectionLost, "refused": Refused, "sent away": SentAway}
+_KINDS: dict[str, type[ConnectionLost]] = {
+    "lost": ConnectionLost,
+    "refused": PeerRefused,
+    "sent away": RefusedByCluster,
+}
 
 
 def print_event(event: str, text: str, stays: bool = False) -> None:

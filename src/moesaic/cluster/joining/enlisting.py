@@ -18,7 +18,7 @@ from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
-from moesaic.transport.authentication import Deadline, Refused, SentAway, Terms, prove_as_client
+from moesaic.transport.authentication import Deadline, PeerRefused, RefusedByCluster, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.host import this_host
 from moesaic.transport.nixl_link import check_nixl
@@ -47,7 +47,7 @@ def connect(
     """Connect to the cluster, at the first of its addresses that answers. Returns the connection and this
     host's address on it.
 
-    on_lost, on_message: see StreamConnection. seconds: for each address. Raises Refused for another
+    on_lost, on_message: see StreamConnection. seconds: for each address. Raises PeerRefused for another
     secret or version, otherwise ConnectionLost.
     """
     errors: list[ConnectionLost] = []
@@ -64,7 +64,7 @@ def connect(
         own_address = str(sock.getsockname()[0])
         return StreamConnection(wire(sock, keys), on_lost, on_message, RULE.lost_supervisor), own_address
     # An address that could not be reached may be the right one, so one refusal is not enough.
-    kind = Refused if all(isinstance(error, Refused) for error in errors) else ConnectionLost
+    kind = PeerRefused if all(isinstance(error, PeerRefused) for error in errors) else ConnectionLost
     raise kind("; ".join(map(str, errors)))
 
 
@@ -84,7 +84,7 @@ def _dial(address: str, secret: bytes, seconds: float) -> tuple[socket.socket, K
         keys = prove_as_client(sock, secret, Terms("stream", MIN_HEAP), Deadline(seconds))
     except (OSError, MoesaicError) as error:
         sock.close()
-        kind = Refused if isinstance(error, Refused) else ConnectionLost
+        kind = PeerRefused if isinstance(error, PeerRefused) else ConnectionLost
         raise kind(f"no connection to {address}: {error}") from error
     return sock, keys
 
@@ -128,9 +128,9 @@ def enlist(
         case messages.Enlisted():
             return answer
         case messages.Shutdown():
-            raise SentAway("the cluster is shutting down and accepts no processes")
+            raise RefusedByCluster("the cluster is shutting down and accepts no processes")
         case messages.Refuse(reason):
-            raise SentAway(f"refused this process: {reason}")
+            raise RefusedByCluster(f"refused this process: {reason}")
     raise ConnectionLost("its first message was not Enlisted")
 
 
@@ -188,7 +188,7 @@ def checkpoint(joining: JoinOptions, answer: messages.Enlisted) -> tuple[Path, s
     model = Path(joining.model or answer.model)
     check_path(model)
     stamp = fingerprint.stamp(model)
-    difference = fingerprint.difference(fingerprint.of(model), answer.weights)
+    difference = fingerprint.difference(fingerprint.compute_fingerprint(model), answer.weights)
     if difference:
         requirement = f"the checkpoint that {joining.cluster} serves; this one has other {difference}"
         raise ConfigError.field("--model", str(model), requirement)

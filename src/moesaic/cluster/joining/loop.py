@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from moesaic.cluster.joining.options import OnJoined
 from moesaic.core.errors import ConnectionLost
-from moesaic.transport.authentication import Refused, SentAway
+from moesaic.transport.authentication import PeerRefused, RefusedByCluster
 
 DELAYS = (0.5, 0.5, *(1.0,) * 9, *(2.0,) * 24)
 """Seconds before each attempt to join again. Within their sum, about a minute, `serve` may be restarted."""
@@ -52,9 +52,9 @@ def join(
         try:
             return serve_once(reset_tries)
         except ConnectionLost as error:
-            if tries is None or isinstance(error, SentAway):
+            if tries is None or isinstance(error, RefusedByCluster):
                 raise
-            if isinstance(error, Refused) and tries >= REFUSALS:
+            if isinstance(error, PeerRefused) and tries >= REFUSALS:
                 raise
             if tries == len(DELAYS):
                 raise ConnectionLost(f"{error}; given up after {tries} attempts to join again") from error

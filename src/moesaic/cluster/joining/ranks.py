@@ -14,7 +14,7 @@ from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.runtime.group.build_rank import follow
-from moesaic.transport.authentication import SentAway
+from moesaic.transport.authentication import RefusedByCluster
 from moesaic.transport.stream import StreamConnection
 
 LAST_WORD_SECONDS = 10.0
@@ -54,7 +54,7 @@ def serve_once(
             case messages.Shutdown():
                 return 0
             case messages.Refuse(reason):
-                raise SentAway(f"refused this process: {reason}")
+                raise RefusedByCluster(f"refused this process: {reason}")
             case messages.RanksMeet():
                 pass
             case _:
@@ -64,7 +64,9 @@ def serve_once(
         try:
             follow(config, meeting, fail)
         except ConnectionLost:
-            cluster.ended(LAST_WORD_SECONDS)  # a shutdown or the end of the connection ends this process
+            cluster.wait_for_end(
+                LAST_WORD_SECONDS
+            )  # a shutdown or the end of the connection ends this process
             raise
     return 0
 

@@ -35,7 +35,9 @@ def serve_once(
         raise
     try:
         with enlisting.report_errors(cluster, joining):
-            answer = enlisting.enlist(cluster, joining, None if kept_experts is None else kept_experts.held)
+            answer = enlisting.enlist(
+                cluster, joining, None if kept_experts is None else kept_experts.resident_experts
+            )
             on_joined(answer.model)
             config = enlisting.server_config(joining, answer, own_address)
             return serve(cluster, config, wakeup, secret, kept_experts)

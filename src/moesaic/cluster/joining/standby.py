@@ -21,7 +21,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.models import fingerprint
 from moesaic.policy.fleet.silence import RULE
 from moesaic.transport import address as addresses
-from moesaic.transport.authentication import Refused
+from moesaic.transport.authentication import PeerRefused
 from moesaic.transport.host import this_host
 from moesaic.transport.stream import StreamConnection
 
@@ -38,7 +38,7 @@ def prepare(address: str, own_address: str, model: Path) -> str:
     """
     addresses.parse(address)
     with contextlib.closing(addresses.bind(addresses.parse(own_address))[0]):
-        return fingerprint.of(model)
+        return fingerprint.compute_fingerprint(model)
 
 
 def watch(
@@ -52,7 +52,7 @@ def watch(
 
     It waits for one that is not there yet, and for one that was shut down on purpose. weights: fingerprint of
     the checkpoint here. say: called with each change, in words for people. Raises ConfigError if the cluster
-    serves another checkpoint, and Refused if it has another secret or version. A refusal is not
+    serves another checkpoint, and PeerRefused if it has another secret or version. A refusal is not
     authenticated, so after the cluster was seen it counts as gone.
     """
     joining, has_seen_cluster = JoinOptions(address, "standby"), False
@@ -61,7 +61,7 @@ def watch(
         try:
             connection, _ = enlisting.connect(joining, secret, None, lambda: None, enlisting.DIAL_SECONDS)
         except ConnectionLost as lost:
-            if isinstance(lost, Refused) and not has_seen_cluster:
+            if isinstance(lost, PeerRefused) and not has_seen_cluster:
                 raise
             if has_seen_cluster:
                 say(f"{lost}: taking over")

@@ -42,7 +42,7 @@ def serve_once(
         if not serving.is_set() or left_cluster.is_set():
             return
         # A worker with loaded weights may finish its step, keep them and join again.
-        can_stay = reusable_model is not None and reusable_model.loaded
+        can_stay = reusable_model is not None and reusable_model.has_model
         if can_stay and left_cluster.wait(STEP_SECONDS):
             return
         on_lost(f"{joining.cluster}: the connection is lost")

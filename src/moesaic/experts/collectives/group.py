@@ -34,10 +34,13 @@ class Traffic:
         """All bytes except metadata and messages."""
         return self.all_reduce + self.reduce_scatter + self.all_gather + self.all_to_all
 
-    def since(self, before: Traffic) -> Traffic:
-        """What was sent after `before`."""
+    def subtract(self, snapshot: Traffic) -> Traffic:
+        """What was sent after `snapshot`."""
         return Traffic(
-            **{one.name: getattr(self, one.name) - getattr(before, one.name) for one in fields(Traffic)}
+            **{
+                field.name: getattr(self, field.name) - getattr(snapshot, field.name)
+                for field in fields(Traffic)
+            }
         )
 
 

@@ -35,7 +35,7 @@ class OneShotGroup:
 
     def __init__(self, peers: Peers) -> None:
         self.rank, self.size = peers.rank, peers.size
-        self._peers, self._counted = peers, 0
+        self._peers, self._counted_bytes = peers, 0
         self._traffic: dict[str, int] = {}
 
     @property
@@ -47,13 +47,13 @@ class OneShotGroup:
         starts = _starts(equal_sizes(flat.size, self.size))
         for rank, view in self._open([stop - start for start, stop in _spans(starts)]):
             view[:] = flat[starts[rank] : starts[rank + 1]]
-        own = self._sum(flat[starts[self.rank] : starts[self.rank + 1]])
-        _floats(self._peers.open_for_all(own.nbytes))[:] = own
-        out = np.empty(flat.size, np.float32)
+        partial_sum = self._sum(flat[starts[self.rank] : starts[self.rank + 1]])
+        _floats(self._peers.open_for_all(partial_sum.nbytes))[:] = partial_sum
+        result = np.empty(flat.size, np.float32)
         for (start, stop), part in zip(_spans(starts), self._exchange(), strict=True):
-            out[start:stop] = self._fitting(part, stop - start)
+            result[start:stop] = self._fitting(part, stop - start)
         self._count("all_reduce")
-        return out.reshape(rows.shape)
+        return result.reshape(rows.shape)
 
     def reduce_scatter(
         self, rows: FloatArray, sizes: Iterable[int] | None = None, order: IntArray | None = None
@@ -61,41 +61,43 @@ class OneShotGroup:
         count, width = rows.shape
         starts = _starts(equal_sizes(count, self.size) if sizes is None else sizes)
         for rank, view in self._open([(stop - start) * width for start, stop in _spans(starts)]):
-            _pick(rows, order, starts[rank], starts[rank + 1], view)
-        own = np.empty((starts[self.rank + 1] - starts[self.rank]) * width, np.float32)
-        _pick(rows, order, starts[self.rank], starts[self.rank + 1], own)
-        own = self._sum(own)
+            _copy_rows(rows, order, starts[rank], starts[rank + 1], view)
+        shard = np.empty((starts[self.rank + 1] - starts[self.rank]) * width, np.float32)
+        _copy_rows(rows, order, starts[self.rank], starts[self.rank + 1], shard)
+        shard = self._sum(shard)
         self._count("reduce_scatter")
-        return own.reshape(-1, width)
+        return shard.reshape(-1, width)
 
     def all_gather(self, rows: FloatArray, order: IntArray | None = None) -> FloatArray:
         width = rows.shape[1]
         _floats(self._peers.open_for_all(rows.nbytes)).reshape(rows.shape)[...] = rows
         parts = [self._rows(part, width) for part in self._exchange()]
-        out = np.empty((sum(map(len, parts)), width), np.float32)
-        if order is not None and len(order) != len(out):
-            raise self._broken(f"the ranks sent {len(out)} rows where {len(order)} were expected")
+        gathered = np.empty((sum(map(len, parts)), width), np.float32)
+        if order is not None and len(order) != len(gathered):
+            raise self._close_with_error(
+                f"the ranks sent {len(gathered)} rows where {len(order)} were expected"
+            )
         for (start, stop), part in zip(_spans(_starts(list(map(len, parts)))), parts, strict=True):
-            out[slice(start, stop) if order is None else order[start:stop]] = part
+            gathered[slice(start, stop) if order is None else order[start:stop]] = part
         self._count("all_gather")
-        return out
+        return gathered
 
     def all_to_all_v(self, outgoing: Sequence[Outgoing]) -> list[Packet]:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        sizes = [0 if rank == self.rank else packet_bytes(each) for rank, each in enumerate(outgoing)]
+        other_ranks = [rank for rank in range(self.size) if rank != self.rank]
+        sizes = [0 if rank == self.rank else packet_bytes(packet) for rank, packet in enumerate(outgoing)]
         views = self._peers.open(sizes)
-        for rank in others:
+        for rank in other_ranks:
             write_packet(outgoing[rank], views[rank])
-        received = self._exchange()
+        messages = self._exchange()
         try:
             packets = [
-                read_packet(part) if rank in others else local_packet(outgoing[rank])
-                for rank, part in enumerate(received)
+                read_packet(part) if rank in other_ranks else local_packet(outgoing[rank])
+                for rank, part in enumerate(messages)
             ]
         except ConnectionLost:
             self.close()
             raise
-        self._count("all_to_all", sum(metadata_bytes(*outgoing[rank].experts.shape) for rank in others))
+        self._count("all_to_all", sum(metadata_bytes(*outgoing[rank].experts.shape) for rank in other_ranks))
         return packets
 
     def answer(self, parts: Sequence[FloatArray], counts: Sequence[int]) -> list[FloatArray]:
@@ -105,31 +107,33 @@ class OneShotGroup:
         answers = []
         for rank, part in enumerate(self._exchange()):
             numbers = counts[rank] * width
-            own = rank == self.rank
-            answers.append(parts[rank] if own else self._fitting(part, numbers).reshape(-1, width))
+            is_own_rank = rank == self.rank
+            answers.append(parts[rank] if is_own_rank else self._fitting(part, numbers).reshape(-1, width))
         self._count("all_to_all")
         return answers
 
     def gather_notes(self, notes: IntArray, order: IntArray) -> IntArray:
         view = self._peers.open_for_all(FLOAT * len(notes))
         np.frombuffer(view, np.int32)[:] = notes
-        out = np.empty(len(order), np.int64)
+        gathered = np.empty(len(order), np.int64)
         start = 0
         for part in self._exchange():
             stop = start + len(part) // FLOAT
             if len(part) % FLOAT or stop > len(order):
-                raise self._broken(f"a rank sent {len(part)} bytes, which are no notes of {len(order)} rows")
-            out[order[start:stop]] = np.frombuffer(part, np.int32)
+                raise self._close_with_error(
+                    f"a rank sent {len(part)} bytes, which are no notes of {len(order)} rows"
+                )
+            gathered[order[start:stop]] = np.frombuffer(part, np.int32)
             start = stop
         self._count("metadata")
-        return out
+        return gathered
 
     def announce(self, message: bytes) -> bytes:
-        mine = message if self.rank == 0 else b""
-        self._peers.open_for_all(len(mine))[:] = mine
-        said = bytes(self._exchange()[0])
+        payload = message if self.rank == 0 else b""
+        self._peers.open_for_all(len(payload))[:] = payload
+        announced_message = bytes(self._exchange()[0])
         self._count("messages")
-        return said
+        return announced_message
 
     def close(self) -> None:
         self._peers.close()
@@ -143,11 +147,11 @@ class OneShotGroup:
     def _exchange(self) -> list[memoryview]:
         return self._peers.exchange()
 
-    def _sum(self, own: FloatArray) -> FloatArray:
+    def _sum(self, addend: FloatArray) -> FloatArray:
         """Ends the round. Returns the sum of all ranks' addends, in the order of the ranks."""
-        total = np.empty_like(own)
-        for rank, received in enumerate(self._exchange()):
-            part = own if rank == self.rank else self._fitting(received, own.size)
+        total = np.empty_like(addend)
+        for rank, message in enumerate(self._exchange()):
+            part = addend if rank == self.rank else self._fitting(message, addend.size)
             if rank == 0:
                 total[:] = part
             else:
@@ -157,23 +161,25 @@ class OneShotGroup:
     def _fitting(self, part: memoryview, count: int) -> FloatArray:
         """Returns `part` as `count` numbers. Raises ConnectionLost if it has another size."""
         if len(part) != FLOAT * count:
-            raise self._broken(f"a rank sent {len(part)} bytes where {FLOAT * count} were expected")
+            raise self._close_with_error(f"a rank sent {len(part)} bytes where {FLOAT * count} were expected")
         return _floats(part)
 
     def _rows(self, part: memoryview, width: int) -> FloatArray:
         """Returns `part` as rows. Raises ConnectionLost if its size does not fit."""
         if len(part) % (FLOAT * width):
-            raise self._broken(f"a rank sent {len(part)} bytes, which are no rows of {width} numbers")
+            raise self._close_with_error(
+                f"a rank sent {len(part)} bytes, which are no rows of {width} numbers"
+            )
         return _floats(part).reshape(-1, width)
 
-    def _broken(self, why: str) -> ConnectionLost:
+    def _close_with_error(self, reason: str) -> ConnectionLost:
         self.close()
-        return ConnectionLost(why)
+        return ConnectionLost(reason)
 
     def _count(self, kind: str, metadata: int = 0) -> None:
         """Counts the bytes that the transport has sent since the last count as this kind."""
-        payload = self._peers.sent - self._counted - metadata
-        self._counted = self._peers.sent
+        payload = self._peers.sent_bytes - self._counted_bytes - metadata
+        self._counted_bytes = self._peers.sent_bytes
         for name, count in ((kind, payload), ("metadata", metadata)):
             self._traffic[name] = self._traffic.get(name, 0) + count
 
@@ -196,10 +202,10 @@ def _spans(starts: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def _pick(rows: FloatArray, order: IntArray | None, start: int, stop: int, into: FloatArray) -> None:
-    """Copies rows start to stop of rows[order] to `into`."""
-    out = into.reshape(-1, rows.shape[1])
+def _copy_rows(rows: FloatArray, order: IntArray | None, start: int, stop: int, target: FloatArray) -> None:
+    """Copies rows start to stop of rows[order] to `target`."""
+    target_rows = target.reshape(-1, rows.shape[1])
     if order is None:
-        out[...] = rows[start:stop]
+        target_rows[...] = rows[start:stop]
     else:
-        np.take(rows, order[start:stop], axis=0, out=out, mode="clip")
+        np.take(rows, order[start:stop], axis=0, out=target_rows, mode="clip")

@@ -78,34 +78,34 @@ def packet_bytes(outgoing: Outgoing) -> int:
     return metadata_bytes(rows, top_k) + activations
 
 
-def write_packet(outgoing: Outgoing, into: memoryview) -> None:
-    """Writes the packet. `into` has `packet_bytes` bytes."""
+def write_packet(outgoing: Outgoing, memory: memoryview) -> None:
+    """Writes the packet. `memory` has `packet_bytes` bytes."""
     rows, top_k = outgoing.experts.shape
     width = outgoing.hidden.shape[1]
-    np.frombuffer(into, np.int64, 3)[:] = rows, top_k, width
-    parts = _parts(into, rows, top_k, width)
+    np.frombuffer(memory, np.int64, 3)[:] = rows, top_k, width
+    parts = _parts(memory, rows, top_k, width)
     parts.rows[:] = outgoing.rows
     parts.experts[:] = outgoing.experts
     parts.weights[:] = outgoing.weights
     np.take(outgoing.hidden, outgoing.rows, axis=0, out=parts.hidden, mode="clip")
 
 
-def read_packet(received: memoryview) -> Packet:
+def read_packet(message: memoryview) -> Packet:
     """Returns views of a received packet. Raises ConnectionLost if it is not a packet."""
-    if len(received) < _HEADER:
-        raise ConnectionLost(f"a rank sent {len(received)} bytes, which is no packet")
-    rows, top_k, width = np.frombuffer(received, np.int64, 3).tolist()
+    if len(message) < _HEADER:
+        raise ConnectionLost(f"a rank sent {len(message)} bytes, which is no packet")
+    rows, top_k, width = np.frombuffer(message, np.int64, 3).tolist()
     fits = min(rows, top_k, width) >= 0
-    if not fits or len(received) != metadata_bytes(rows, top_k) + 4 * rows * width:
-        raise ConnectionLost(f"a rank sent {len(received)} bytes for {rows} rows of {width} numbers")
-    return _parts(received, rows, top_k, width)
+    if not fits or len(message) != metadata_bytes(rows, top_k) + 4 * rows * width:
+        raise ConnectionLost(f"a rank sent {len(message)} bytes for {rows} rows of {width} numbers")
+    return _parts(message, rows, top_k, width)
 
 
 def _parts(memory: memoryview, rows: int, top_k: int, width: int) -> Packet:
-    pairs, at = rows * top_k, _HEADER
-    numbers = np.frombuffer(memory, np.int32, rows, at)
-    experts = np.frombuffer(memory, np.int32, pairs, at + 4 * rows).reshape(rows, top_k)
-    weights = np.frombuffer(memory, np.float32, pairs, at + 4 * rows + 4 * pairs).reshape(rows, top_k)
+    pairs, offset = rows * top_k, _HEADER
+    numbers = np.frombuffer(memory, np.int32, rows, offset)
+    experts = np.frombuffer(memory, np.int32, pairs, offset + 4 * rows).reshape(rows, top_k)
+    weights = np.frombuffer(memory, np.float32, pairs, offset + 4 * rows + 4 * pairs).reshape(rows, top_k)
     start = metadata_bytes(rows, top_k)
     hidden = np.frombuffer(memory[start:], np.float32, rows * width).reshape(rows, width)
     return Packet(hidden, numbers, experts, weights)

@@ -39,14 +39,14 @@ class Route:
 
         They are ordered by row, as in `Packet.pairs`.
         """
-        row, chosen = np.nonzero(self.owners == rank)
-        return row, chosen
+        row, slot = np.nonzero(self.owners == rank)
+        return row, slot
 
     def experts(self, rank: int) -> npt.NDArray[np.int32]:
         """Returns [m, k] the experts on that rank that its rows need; NO_EXPERT for experts elsewhere."""
         rows = self.rows(rank)
-        there = self.owners[rows] == rank
-        return np.where(there, self.expert_ids[rows], NO_EXPERT).astype(np.int32)
+        is_on_rank = self.owners[rows] == rank
+        return np.where(is_on_rank, self.expert_ids[rows], NO_EXPERT).astype(np.int32)
 
 
 def dispatch(group: Group, route: Route, hidden: FloatArray, weights: FloatArray) -> list[Packet]:
@@ -68,10 +68,10 @@ def combine_pairs(group: Group, route: Route, answers: Sequence[FloatArray]) -> 
     process, whatever the placement.
     """
     pairs = [route.pairs(rank) for rank in range(group.size)]
-    out = np.empty((*route.owners.shape, answers[0].shape[1]), np.float32)
+    outputs = np.empty((*route.owners.shape, answers[0].shape[1]), np.float32)
     for place, part in zip(pairs, group.answer(answers, [len(row) for row, _ in pairs]), strict=True):
-        out[place] = part
-    return out
+        outputs[place] = part
+    return outputs
 
 
 def combine_sums(group: Group, route: Route, answers: Sequence[FloatArray]) -> FloatArray:
@@ -81,7 +81,7 @@ def combine_sums(group: Group, route: Route, answers: Sequence[FloatArray]) -> F
     in the order of the ranks, so they equal those of a single process up to rounding.
     """
     rows = [route.rows(rank) for rank in range(group.size)]
-    out = np.zeros((len(route.owners), answers[0].shape[1]), np.float32)
+    sums = np.zeros((len(route.owners), answers[0].shape[1]), np.float32)
     for place, part in zip(rows, group.answer(answers, list(map(len, rows))), strict=True):
-        out[place] += part
-    return out
+        sums[place] += part
+    return sums

@@ -92,9 +92,9 @@ class _Recording(Generic[Result]):
         self._inner, self._launch = inner, launch
         self.result = inner.result
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """See `Recording`. The result is there once the graph has ended."""
-        return self._launch(partial(self._inner.run, given))
+        return self._launch(partial(self._inner.run, expert_rows))
 
     def free(self) -> None:
         """See `Recording`."""
@@ -107,8 +107,10 @@ class _Recorder:
     def __init__(self, inner: OperationRecorder, launch: Callable[[Callable[[], Any]], Any]) -> None:
         self._inner, self._launch = inner, launch
 
-    def __call__(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-        return _Recording(self._inner(step, given), self._launch)
+    def __call__(
+        self, step: Callable[[], Result], expert_rows: torch.Tensor | None = None
+    ) -> Recording[Result]:
+        return _Recording(self._inner(step, expert_rows), self._launch)
 
 
 @dataclass
@@ -162,7 +164,7 @@ class DeviceExchange:
         self._version = -1
         """Version of the directory that the table was made from."""
         self._live, self._under_way = 0, False
-        remote.before_late = self._progress
+        remote.report_other_calls = self._progress
         self._layer_pairs = np.zeros(len(layout.layers), dtype=np.int64)
         self._calls = 0
         self.failed = False
@@ -211,7 +213,7 @@ class DeviceExchange:
             return
         for index, layer in enumerate(self._layout.model_layers):
             ids = torch.as_tensor(expert_ids[index]).cpu().numpy().reshape(-1)
-            self._remote.routes.sent(layer, ids, self._routed[self._layout.layers.index(layer)][ids])
+            self._remote.routes.on_rows_sent(layer, ids, self._routed[self._layout.layers.index(layer)][ids])
 
     def _hold(self, held: bool) -> None:
         """Whether memory of connections that are gone is kept: freeing some waits for what is under way."""
@@ -238,7 +240,7 @@ class DeviceExchange:
         """
         self._progress()
         listed = {entry.server for entry in self._directory.servers}
-        connected = self._remote.connected
+        connected = self._remote.connected_servers
         for server, one in self._servers.items():
             one.given_up |= server in listed and connected.get(server) != one.entry
             if one.given_up or not one.mailbox.alive():
@@ -261,9 +263,9 @@ class DeviceExchange:
     def _follow(self) -> None:
         """Connect to new servers, and drop those that are gone."""
         self._progress()
-        for entry, mailbox in self._connecting.made():
+        for entry, mailbox in self._connecting.take_connections():
             self._join(entry, mailbox)
-        there = self._remote.connected
+        there = self._remote.connected_servers
         connected = {one.server: one for one in self._directory.servers if there.get(one.server) == one}
         for server, entry in list(self._wanted.items()):
             known = self._servers.get(server)
@@ -343,8 +345,8 @@ class DeviceExchange:
     def meet(self, place: JoinJob) -> None:
         self._dialer.join(place)
 
-    def faulty(self) -> list[FaultyServer]:
-        return self._remote.faulty()
+    def take_faulty_servers(self) -> list[FaultyServer]:
+        return self._remote.take_faulty_servers()
 
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """While a graph is under way, sleep until it ends, but not for long: somebody has to watch."""
@@ -359,8 +361,8 @@ class DeviceExchange:
     def enter_barrier(self, work: bool) -> None:
         self._remote.enter_barrier(work)
 
-    def passed_barrier(self) -> bool:
-        return self._remote.passed_barrier()
+    def poll_barrier(self) -> bool:
+        return self._remote.poll_barrier()
 
     def stats(self) -> ExpertStats:
         """As `RemoteExperts.stats`, with what the graphs sent."""
@@ -386,7 +388,7 @@ class DeviceExchange:
             time.sleep(NAP_SECONDS)
         for server in list(self._wanted):
             self._drop(server)
-        for _, mailbox in self._connecting.made():
+        for _, mailbox in self._connecting.take_connections():
             mailbox.leave()
             self._leaving.append(mailbox)
         until = self._clock() + CLOSE_SECONDS

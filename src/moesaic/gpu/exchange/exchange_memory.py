@@ -16,7 +16,7 @@ from moesaic.experts import wire
 from moesaic.gpu.exchange.exchange_launches import ADDRESSES, FAILED, LEAST_SLOTS, Exchange
 from moesaic.gpu.exchange.mailbox import PAGE
 from moesaic.gpu.ipc.device_sharing import DeviceSharing
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class DeviceMemory:
         self.exchange = Exchange(
             addresses=torch.zeros(ADDRESSES, slots, dtype=torch.int64, device=device),
             table=torch.full((layers, experts), -1, dtype=torch.int32, device=device),
-            headers=moved(headers, device),
+            headers=move_array(headers, device),
             rows_at=wire.ROWS_WORD,
             pairs_at=wire.PAIRS_WORD,
             rows=shared,
@@ -57,14 +57,14 @@ class DeviceMemory:
             step=self._report[:2],
             sequence=torch.zeros(1, dtype=torch.int64, device=device),
             asked=self._report[2:].view(layers, slots),
-            abort=moved(np.array([self._words.tensor.data_ptr()]), device),
+            abort=move_array(np.array([self._words.tensor.data_ptr()]), device),
         )
 
     def place(self, addresses: IntArray, table: npt.NDArray[np.int32]) -> None:
         """Write which server has which expert. No graph is under way. As of `Exchange`."""
         device = self.exchange.table.device
-        self.exchange.addresses.copy_(moved(addresses, device))
-        self.exchange.table.copy_(moved(table, device))
+        self.exchange.addresses.copy_(move_array(addresses, device))
+        self.exchange.table.copy_(move_array(table, device))
 
     def abort(self) -> None:
         """The step ends as a failed one as soon as it waits for answers."""

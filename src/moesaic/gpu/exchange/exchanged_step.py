@@ -14,7 +14,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.gpu.exchange.exchange import DeviceExchange
 from moesaic.gpu.graphs.graphs import GraphRunner
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, Step, StepResult
 
 
@@ -41,13 +41,13 @@ class ExchangedStep:
         """The step in parts, once the graph has failed."""
 
     @property
-    def suspended(self) -> bool:
-        return self._result is not None if self._parts is None else self._parts.suspended
+    def is_suspended(self) -> bool:
+        return self._result is not None if self._parts is None else self._parts.is_suspended
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         if self._parts is not None:
-            return self._parts.ready
+            return self._parts.is_ready
         return self._result is None or self._exchange.ended()
 
     def advance(self) -> StepResult | None:
@@ -92,7 +92,7 @@ class ExchangedRunner:
         assert isinstance(parts, GraphRunner)
         if not self._exchange.ready():
             return parts.begin_prediction(batch, hidden, rows)
-        kept = hidden[moved(rows, hidden.device)]  # also for the parts
+        kept = hidden[move_array(rows, hidden.device)]  # also for the parts
         given = batch, kept, np.arange(len(rows))
         graph, in_parts = self._graphs.begin_prediction(*given), partial(parts.begin_prediction, *given)
         return ExchangedStep(self._exchange, graph, in_parts, batch.num_rows, told=False)

@@ -98,7 +98,9 @@ def _by(
     """What the graphs ask servers by: NVSHMEM, or CUDA IPC."""
     assert kernels.exchange is not None and kernels.nvshmem_exchange is not None
     if context.config.transport == "nvshmem":
-        job = NvshmemJob(symmetric_heap.jobs(device), layout, MOST_RECORDED_ROWS, context.kept.membership)
+        job = NvshmemJob(
+            symmetric_heap.jobs(device), layout, MOST_RECORDED_ROWS, context.kept_model.membership
+        )
         return kernels.nvshmem_exchange, NvshmemDialer(job, sharing, device, layout.hidden)
     return kernels.exchange, IpcDialer(
         sharing, MOST_RECORDED_ROWS, MOST_RECORDED_ROWS * layout.top_k, layout.hidden

@@ -73,7 +73,7 @@ class MailboxAnswerer:
         number = self._end.take()
         if number is None:
             return []
-        rows, pairs = wire.claimed(self._end.request)
+        rows, pairs = wire.read_counts(self._end.request)
         if pairs > self._pairs or rows > self._rows:
             raise DamagedMessage(f"a request claims {rows} of {self._rows} rows, and {pairs} pairs")
         request = self._end.request[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()

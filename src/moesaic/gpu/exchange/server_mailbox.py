@@ -116,7 +116,7 @@ class Progress:
         sent, done = 0, 0
         if posted != self._seen:
             done, self._owed = self._owed, 0
-            self._seen, sent = posted, wire.claimed(request)[1]
+            self._seen, sent = posted, wire.read_counts(request)[1]
             self._owed = sent
         if self._owed and answered == self._seen:
             done, self._owed = done + self._owed, 0

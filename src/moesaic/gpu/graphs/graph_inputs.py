@@ -15,8 +15,8 @@ from moesaic.kernels.batch import (
     AttentionBatch,
     Sequences,
     StateSequences,
+    list_tiles,
     slots_of,
-    tiles_of,
 )
 from moesaic.kernels.table import MOST_RECORDED_ROWS
 from moesaic.runtime.step.step_kind import Kind
@@ -42,7 +42,7 @@ class Unrecorded(Generic[Result]):
     def __init__(self, step: Callable[[], Result]) -> None:
         self.result = step()
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """Nothing runs twice."""
         return self.result
 
@@ -50,7 +50,7 @@ class Unrecorded(Generic[Result]):
         """Holds nothing."""
 
 
-def unrecorded(step: Callable[[], Result], given: torch.Tensor | None = None) -> Unrecorded[Result]:
+def unrecorded(step: Callable[[], Result], expert_rows: torch.Tensor | None = None) -> Unrecorded[Result]:
     """Takes the place of a recorder, to run the step without one."""
     return Unrecorded(step)
 
@@ -80,7 +80,7 @@ class GraphInputs:
             taken = StateSequences(several, tiles.view(rows, 3))
         each = counted[:-1]
         host = TokenBatch(each, each, counted, counted[1:], self._tables, each)
-        self.attention = AttentionBatch.placed(host, block_size, slots, sequences, taken)
+        self.attention = AttentionBatch.from_device(host, block_size, slots, sequences, taken)
         self._copied: torch.cuda.Event | None = None
         self._fill(0, 0)
 
@@ -125,6 +125,6 @@ class _OfStates(NamedTuple):
         count = batch.num_sequences
         self.contexts[:count], self.contexts[count:] = batch.context_lens, 0
         self.starts[:count], self.starts[count:] = batch.query_starts[:-1], batch.num_rows
-        tiles = tiles_of(batch, STATE_TILE).ravel()
+        tiles = list_tiles(batch, STATE_TILE).ravel()
         self.tiles[: len(tiles)] = tiles
         self.tiles[len(tiles) :: 3] = len(self.contexts) - 1  # there is no such sequence then, so no seat

@@ -30,7 +30,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest
 from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
-from moesaic.kernels.moving import moved, pinned
+from moesaic.kernels.moving import move_array, pin_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
 from moesaic.runtime.step.running_step import (
@@ -59,7 +59,7 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
 
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> RunningStep:
         """See `PredictionRunner`."""
-        memory, spec = self._taken(), self._eager.stages.model.spec
+        memory, spec = self._take_memory(), self._eager.stages.model.spec
         kind = Kind.of(batch, spec)._replace(several=False)  # that layer keeps no states
         key = (*kind, spec.num_layers)
         if key not in memory.steps:
@@ -90,14 +90,14 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
     ) -> tuple[list[Recording[Item]], RecordedHeads | None]:
         """The parts of a step and of other processes. Its launches run once before they are recorded."""
         stages = self._eager.stages
-        spec, shared = stages.model.spec, stages.shared
+        spec, shared = stages.model.spec, stages.shared_heads
         answers = torch.zeros(kind.rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
         if shared is None:
-            _parts(self._whole(run()), answers, unrecorded)
-            return _parts(self._whole(run()), answers, recorder), None
+            _parts(self._wrap_stages(run()), answers, unrecorded)
+            return _parts(self._wrap_stages(run()), answers, recorder), None
         with shared.recording(kind) as others:
-            _parts(self._whole(run()), answers, others.unrecorded)
-            return _parts(self._whole(run()), answers, others.recorder(recorder)), others
+            _parts(self._wrap_stages(run()), answers, others.run_unrecorded)
+            return _parts(self._wrap_stages(run()), answers, others.recorder(recorder)), others
 
 
 def _parts(
@@ -134,7 +134,7 @@ class _RecordedStep:
     def go_on_from(self, hidden: torch.Tensor, rows: IntArray) -> None:
         """Copy these rows of hidden [n, h] to where the recording reads them."""
         assert self.hidden is not None
-        chosen = hidden if len(rows) == len(hidden) else hidden[moved(rows, hidden.device)]
+        chosen = hidden if len(rows) == len(hidden) else hidden[move_array(rows, hidden.device)]
         self.hidden[: len(rows)].copy_(chosen)
 
     def replay(self, batch: TokenBatch) -> StepGenerator:
@@ -143,7 +143,7 @@ class _RecordedStep:
         if self.others is not None:
             self.others.begin(batch)
         rows, device = batch.num_rows, self.inputs.token_ids.device
-        wanted = None if len(batch.logit_rows) == rows else moved(batch.logit_rows, device)
+        wanted = None if len(batch.logit_rows) == rows else move_array(batch.logit_rows, device)
         answer: torch.Tensor | None = None
         for part in self.parts[:-1]:
             item = part.run(_sendable(answer))
@@ -157,7 +157,7 @@ class _RecordedStep:
 
 
 def _sendable(answer: torch.Tensor | None) -> torch.Tensor | None:
-    return pinned(answer) if answer is not None and answer.device.type == "cpu" else answer
+    return pin_tensor(answer) if answer is not None and answer.device.type == "cpu" else answer
 
 
 def _cut(item: ExpertRequest | PendingMerge | None, rows: int) -> ExpertRequest | PendingMerge | None:

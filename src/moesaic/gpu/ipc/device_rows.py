@@ -26,7 +26,7 @@ from moesaic.gpu.ipc import device_sharing
 from moesaic.gpu.ipc.device_calls import CallRows, Departures, DeviceCall, DeviceCaller, DeviceIncoming
 from moesaic.gpu.ipc.device_heap import DeviceHeap, Place
 from moesaic.gpu.ipc.device_sharing import DeviceSharing
-from moesaic.kernels.moving import arrays, moved
+from moesaic.kernels.moving import move_array, to_host_arrays
 from moesaic.transport.calls import Call, Caller, Incoming
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class WorkerRows:
         rows = _numbers(place.tensor[: 4 * hidden.numel()], hidden.shape[1])
         with torch.inference_mode():
             rows.copy_(hidden, non_blocking=True)
-        ids, weights = arrays((request.expert_ids, request.weights))
+        ids, weights = to_host_arrays((request.expert_ids, request.weights))
         assert ids is not None
         for heap in (self._hidden, *self._answers):
             heap.waited()
@@ -136,21 +136,23 @@ class DeviceAnswers:
         assert isinstance(call, DeviceCall)
         return _numbers(call.device_answer, width)
 
-    def put(self, out: torch.Tensor, lines: IntArray, rows: torch.Tensor, places: IntArray) -> None:
+    def put(
+        self, target: torch.Tensor, target_rows: IntArray, source: torch.Tensor, source_rows: IntArray
+    ) -> None:
         """out[lines] = rows[places], without waiting for the GPU."""
         with torch.inference_mode():
-            mine = rows.index_select(0, moved(places, self._device))
-            out.index_copy_(0, moved(lines, self._device), mine)
+            mine = source.index_select(0, move_array(source_rows, self._device))
+            target.index_copy_(0, move_array(target_rows, self._device), mine)
 
-    def clear(self, out: torch.Tensor, lines: IntArray) -> None:
+    def clear(self, target: torch.Tensor, target_rows: IntArray) -> None:
         """out[lines] = 0, without waiting for the GPU."""
         with torch.inference_mode():
-            out.index_fill_(0, moved(lines, self._device), 0.0)
+            target.index_fill_(0, move_array(target_rows, self._device), 0.0)
 
-    def copy(self, out: torch.Tensor, answer: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, answer: torch.Tensor) -> None:
         """out[:] = answer, without waiting for the GPU."""
         with torch.inference_mode():
-            out.copy_(answer, non_blocking=True)
+            target.copy_(answer, non_blocking=True)
 
 
 @dataclass
@@ -200,7 +202,7 @@ class ServerRows:
             return self._host.open(incoming, request)
         assert request.places is not None
         with torch.inference_mode():
-            hidden = _numbers(shared.rows, width).index_select(0, moved(request.places, self._device))
+            hidden = _numbers(shared.rows, width).index_select(0, move_array(request.places, self._device))
             rows = torch.empty(len(request.experts), width, device=self._device)
             return DeviceCallMemory(incoming, request, hidden, rows, _numbers(shared.answer, width))
 
@@ -217,17 +219,17 @@ class ServerRows:
                     continue
                 call.done += len(pairs)
                 if call.request.weights is None:
-                    results, lines = call.rows.index_select(0, moved(pairs, self._device)), pairs
+                    results, lines = call.rows.index_select(0, move_array(pairs, self._device)), pairs
                 elif call.done == len(call.request.experts):
                     results, lines = self._sums(call), np.arange(len(call.answer))
                 else:
                     continue
-                call.answer.index_copy_(0, moved(lines, self._device), results)
+                call.answer.index_copy_(0, move_array(lines, self._device), results)
                 finite.append(torch.isfinite(results).all(dim=1))
                 written.append((call, lines))
             if not written:
                 return
-            flags, _ = arrays((torch.cat(finite).to(torch.uint8), None))
+            flags, _ = to_host_arrays((torch.cat(finite).to(torch.uint8), None))
         assert flags is not None
         begin = 0
         for call, lines in written:
@@ -239,8 +241,10 @@ class ServerRows:
         weights = call.request.weights
         assert weights is not None
         sums = torch.zeros_like(call.hidden)
-        weighted = call.rows * moved(np.array(weights), self._device)[:, None]
+        weighted = call.rows * move_array(np.array(weights), self._device)[:, None]
         for these in call.request.turns:
-            place = moved(these, self._device)
-            sums.index_add_(0, moved(call.request.rows[these], self._device), weighted.index_select(0, place))
+            place = move_array(these, self._device)
+            sums.index_add_(
+                0, move_array(call.request.rows[these], self._device), weighted.index_select(0, place)
+            )
         return sums

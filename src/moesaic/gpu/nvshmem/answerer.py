@@ -21,7 +21,7 @@ from moesaic.gpu.exchange.mailbox_answerer import MailboxRequest
 from moesaic.gpu.ipc.device_calls import CallRows, DeviceIncoming
 from moesaic.gpu.nvshmem.job import WORD, Joined, NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NUMBER, WAKE_SECONDS, name_of
-from moesaic.kernels.moving import arrays
+from moesaic.kernels.moving import to_host_arrays
 from moesaic.transport.calls import Answerer, Incoming
 from moesaic.transport.words import Word
 
@@ -61,7 +61,7 @@ class Inbox:
         if now >= self._next_look:
             count = joined.channels.count
             words = joined.heap.tensor[: WORD * count].view(torch.int64).view(count, -1)[:, 0]
-            (found,) = arrays((words,))
+            (found,) = to_host_arrays((words,))
             assert found is not None
             self._words, self._next_look = found, time.monotonic() + LOOK_SECONDS
         return int(self._words[channel])
@@ -166,9 +166,9 @@ class NvshmemAnswerer:
         heap, where, channel = self._joined.heap, self._joined.channels, self._channel
         heap.arrived(where.request_word(channel), number)
         begin, width = where.request(channel), 4 * where.hidden
-        (memory,) = arrays((heap.tensor[begin : begin + where.request_bytes],))
+        (memory,) = to_host_arrays((heap.tensor[begin : begin + where.request_bytes],))
         assert memory is not None
-        rows, pairs = wire.claimed(memory.data)
+        rows, pairs = wire.read_counts(memory.data)
         if pairs > where.pairs or rows > where.rows:
             raise DamagedMessage(f"a request claims {rows} of {where.rows} rows, and {pairs} pairs")
         request = memory.data[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()

@@ -88,9 +88,11 @@ class RecordedAttention:
         assert summed is not None
         return summed
 
-    def unrecorded(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+    def run_unrecorded(
+        self, step: Callable[[], Result], answer: torch.Tensor | None = None
+    ) -> Recording[Result]:
         """As `graph_inputs.unrecorded`, of the next part. The other ranks compute with this one."""
-        part = self._together.run(partial(unrecorded, step, given))
+        part = self._together.run(partial(unrecorded, step, answer))
         self._layers.append(tuple(self._begun))
         self._begun.clear()
         return part
@@ -99,8 +101,10 @@ class RecordedAttention:
         """Records the parts that have run unrecorded, in their order. The other ranks record too."""
         layers, self._tried = iter(self._layers), True
 
-        def recorded(step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
-            return self._together.run(partial(self._record, make, step, given, next(layers)))
+        def recorded(
+            step: Callable[[], Result], expert_rows: torch.Tensor | None = None
+        ) -> Recording[Result]:
+            return self._together.run(partial(self._record, make, step, expert_rows, next(layers)))
 
         return recorded
 
@@ -128,7 +132,7 @@ class RecordedAttention:
         if rows.capturable:
             self._together.made.append(made)
         announce = partial(self.announce, layers[0]) if layers else None
-        return _SharedPart(made, self._together, announce, rows.traffic.since(before))
+        return _SharedPart(made, self._together, announce, rows.traffic.subtract(before))
 
     def _gather(self, layer: int, count: int) -> None:
         def run() -> None:
@@ -160,9 +164,9 @@ class _SharedPart(Generic[Result]):
     def result(self) -> Result:
         return self.inner.result
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """See `Recording`. The other ranks replay their graph too."""
-        return self.together.run(partial(self._run, given))
+        return self.together.run(partial(self._run, expert_rows))
 
     def free(self) -> None:
         """See `Recording`."""
@@ -172,7 +176,7 @@ class _SharedPart(Generic[Result]):
         if self.announce is not None:
             self.announce()
         found = self.inner.run(given)
-        self.together.rows.replayed(self.sent)
+        self.together.rows.count_replayed(self.sent)
         return found
 
 

@@ -21,7 +21,7 @@ import torch
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.collectives.group import Traffic
 from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.group.exchanges import Exchange, Stages, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
@@ -38,7 +38,7 @@ class RecordedRank:
     def __init__(self, model: ShardedModel, recorder: OperationRecorder, table_width: int) -> None:
         """table_width: KV blocks of the longest sequence."""
         self._model, self._recorder, self._table_width = model, recorder, table_width
-        self._recorded = model.collectives.recorded
+        self._recorded = model.collectives.recorded_rows
         self._steps: dict[tuple[Kind, bool], _RecordedStep] = {}
         """By kind, and whether it is of the layer that drafts tokens. One step runs at a time, so they share
         their memory."""
@@ -50,7 +50,7 @@ class RecordedRank:
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """See `RunBatch`."""
-        self._replayed = batch.num_rows <= self._recorded.most and is_recorded(batch)
+        self._replayed = batch.num_rows <= self._recorded.max_rows and is_recorded(batch)
         if not self._replayed:
             return self._model.run(batch)
         kind = Kind.of(batch, self._model.model.spec, self._recorded.multiple)
@@ -58,7 +58,7 @@ class RecordedRank:
             self._steps[kind, False] = self._record(kind)
         self._model.collectives.begin(batch.token_ids)
         hidden = self._steps[kind, False].replay(batch, self._model.rows)
-        self._model.keep(hidden)
+        self._model.keep_rows(hidden)
         return hidden
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
@@ -66,7 +66,7 @@ class RecordedRank:
         model = self._model
         if not self._replayed:
             return model.predict(batch, rows)
-        kept = model.kept(rows)
+        kept = model.select_kept_rows(rows)
         kind = Kind.of(batch, model.model.spec, self._recorded.multiple)
         kind = kind._replace(several=False)  # that layer keeps no states
         if (kind, True) not in self._steps:
@@ -75,7 +75,7 @@ class RecordedRank:
         assert step.hidden is not None
         step.hidden[: len(rows)].copy_(kept)
         model.collectives.begin(batch.token_ids)
-        return step.replay(batch, model.rows)[moved(batch.logit_rows, model.device)]
+        return step.replay(batch, model.rows)[move_array(batch.logit_rows, model.device)]
 
     def free(self) -> None:
         """Destroy all recordings."""
@@ -107,7 +107,7 @@ class RecordedRank:
         self._parts(stages(), rows, unrecorded)
         before = self._model.rows.traffic
         parts = self._parts(stages(), rows, self._make)
-        return parts, self._model.rows.traffic.since(before)
+        return parts, self._model.rows.traffic.subtract(before)
 
     def _make(self, step: Callable[[], Item], given: torch.Tensor | None) -> Recording[Item]:
         self._made.append(self._recorder(step, given))
@@ -154,5 +154,5 @@ class _RecordedStep:
             answer = item.run(rows)
         hidden = self.parts[-1].run(answer)
         assert isinstance(hidden, torch.Tensor)
-        collectives.replayed(self.sent)
+        collectives.count_replayed(self.sent)
         return hidden[:rows]

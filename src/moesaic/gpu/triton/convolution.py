@@ -182,7 +182,7 @@ def convolve(
     activate: bool = True,
 ) -> torch.Tensor:
     """As `reference.delta.convolve`."""
-    rows, ring, step, tiles = rows.contiguous(), states.sizes.ring, *batch.of_states
+    rows, ring, step, tiles = rows.contiguous(), states.sizes.ring, *batch.state_sequences
     out, (channels, taps) = torch.empty_like(rows), weight.shape
     tile, blocks = 1 if step.single else STATE_TILE, triton.cdiv(channels, TILE_CHANNELS)
     sequences, shape = (step.contexts, step.starts, step.states), (channels, ring)

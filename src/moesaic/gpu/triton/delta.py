@@ -353,7 +353,7 @@ def _keep(
 
 
 def delta(
-    mixed: torch.Tensor,
+    mixed_rows: torch.Tensor,
     gates: torch.Tensor,
     decay: torch.Tensor,
     bias: torch.Tensor,
@@ -361,10 +361,15 @@ def delta(
     batch: AttentionBatch,
 ) -> torch.Tensor:
     """As `reference.delta.delta`."""
-    mixed, gates, sizes, (step, _) = mixed.contiguous(), gates.contiguous(), states.sizes, batch.of_states
-    count, heads, width = len(mixed), sizes.value_heads, sizes.value_width
-    out = mixed.new_empty(count, heads, width)
-    inputs, seats = (mixed, gates, decay, bias), (states.keys, states.updates, states.decays)
+    mixed_rows, gates, sizes, (step, _) = (
+        mixed_rows.contiguous(),
+        gates.contiguous(),
+        states.sizes,
+        batch.state_sequences,
+    )
+    count, heads, width = len(mixed_rows), sizes.value_heads, sizes.value_width
+    out = mixed_rows.new_empty(count, heads, width)
+    inputs, seats = (mixed_rows, gates, decay, bias), (states.keys, states.updates, states.decays)
     common = {"PERIOD": CHUNK, "EPSILON": KEY_EPSILON}
     wide = {"KEY_BLOCK": block(sizes.key_width, least=16)}
     shape = (sizes.key_heads, heads, sizes.key_width, width, sizes.channels, sizes.key_width**-0.5)

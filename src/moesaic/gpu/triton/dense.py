@@ -73,13 +73,13 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None)
         _linear,
         (triton.cdiv(len(rows), tile), triton.cdiv(columns, TILE_COLUMNS)),
         rows,
-        weight.stored,
+        weight.stored_rows,
         rows if bias is None else bias,
         out,
         len(rows),
         columns,
         size,
-        weight.stored.stride(0),
+        weight.stored_rows.stride(0),
         KIND=weight.kind,
         BIASED=bias is not None,
         ROWS=tile,
@@ -96,9 +96,9 @@ def linears(
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> torch.Tensor:
     """As `reference.dense.gated_mlp`."""
-    return linear(silu_times(linear(rows, gate), linear(rows, up)), down)
+    return linear(silu_times(linear(rows, gate_proj), linear(rows, up_proj)), down_proj)
 
 
 def sigmoid_gate(rows: torch.Tensor, weight: Weight, values: torch.Tensor) -> torch.Tensor:
@@ -114,6 +114,6 @@ def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(token_ids), size, device=table.device)
     step = min(1024, block(size, least=16))
     grid = len(token_ids), triton.cdiv(size, step)
-    lines = count, size, table.stored.stride(0)
-    launch(_numbers, grid, table.stored, token_ids, out, *lines, KIND=table.kind, STEP=step)
+    lines = count, size, table.stored_rows.stride(0)
+    launch(_numbers, grid, table.stored_rows, token_ids, out, *lines, KIND=table.kind, STEP=step)
     return out

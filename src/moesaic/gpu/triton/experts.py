@@ -176,15 +176,15 @@ def experts(
     weights: ExpertWeights,
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
-    out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.experts.experts`. But nothing is raised for an expert that is not held: its rows of `out`
-    stay as they are, for whoever computes them. Without `out` they are NaN, since nobody looks.
+    """As `reference.experts.experts`. But nothing is raised for an expert that is not held: its rows of
+    `output` stay as they are, for whoever computes them. Without `output` they are NaN, since nobody looks.
     """
     tokens, top_k = expert_ids.shape
     hidden, table = hidden.contiguous(), weights.on_device
     pairs, size, width = tokens * top_k, table.hidden, table.width
-    rows = hidden.new_empty(pairs, size) if out is None else out.flatten(0, 1)
+    rows = hidden.new_empty(pairs, size) if output is None else output.flatten(0, 1)
     if pairs:
         order, tiles, tile_rows = grouped(expert_ids.reshape(-1), weights.num_experts)
         wide = _wide(weights, table, hidden, order, tiles, top_k, tile_rows)
@@ -201,8 +201,8 @@ def experts(
             rows,
             *lines,
             KIND=table.kinds[1],
-            ALIGNED=table.aligned,
-            SPARED=out is not None,
+            ALIGNED=table.is_aligned,
+            SPARED=output is not None,
             STEP=step_of(table.kinds[1]),
             **common,
         )
@@ -239,7 +239,7 @@ def _wide(
         limit,
         K=top_k,
         KIND=table.kinds[0],
-        ALIGNED=table.aligned,
+        ALIGNED=table.is_aligned,
         BIASED=bool(weights.gate_bias),
         LIMITED=activation.limit is not None,
         ROWS=tile_rows,

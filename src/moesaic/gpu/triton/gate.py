@@ -91,7 +91,7 @@ def gate(
     rows: torch.Tensor, weight: torch.Tensor, gating: Gating, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.gate.gate`. The product is torch's, in float32."""
-    before, after = (bias, None) if gating.biased == "products" else (None, bias)
+    before, after = (bias, None) if gating.bias_target == "products" else (None, bias)
     products = linear(rows, weight, before)
     count, experts = products.shape
     ids = torch.empty(count, gating.top_k, dtype=torch.int64, device=rows.device)
@@ -104,7 +104,7 @@ def gate(
         ids,
         weights,
         gating.scale,
-        gating.added,
+        gating.sum_epsilon,
         E=experts,
         K=gating.top_k,
         GROUPS=gating.groups,

@@ -34,14 +34,14 @@ class GraphRecording(Generic[Result]):
             self.free()
             raise
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """The result for the present content of the step's inputs, valid until the next run in the pool.
 
-        given: rows of experts for the first rows of the step; they may be in pinned memory.
+        expert_rows: rows of experts for the first rows of the step; they may be in pinned memory.
         """
-        if given is not None:
+        if expert_rows is not None:
             assert self._given is not None
-            self._given[: len(given)].copy_(given, non_blocking=True)
+            self._given[: len(expert_rows)].copy_(expert_rows, non_blocking=True)
         self._graph.replay()
         return self.result
 
@@ -57,6 +57,6 @@ class GraphRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(
-        self, step: Callable[[], Result], given: torch.Tensor | None = None
+        self, step: Callable[[], Result], expert_rows: torch.Tensor | None = None
     ) -> GraphRecording[Result]:
-        return GraphRecording(step, self._pool, given)
+        return GraphRecording(step, self._pool, expert_rows)

@@ -36,13 +36,13 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 
 
 def add_norm(
-    rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    rows: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.dense.add_norm`, in one pass."""
-    rows, added = rows.contiguous(), added.contiguous()
+    rows, addend = rows.contiguous(), addend.contiguous()
     total, out = torch.empty_like(rows), torch.empty_like(rows)
     count, width = rows.shape
-    arguments = (rows, added, weight, total, out, width, epsilon)
+    arguments = (rows, addend, weight, total, out, width, epsilon)
     launch(_norm, (count,), *arguments, ADDS=True, BLOCK=block(width))
     return total, out
 
@@ -102,7 +102,7 @@ def rope(
     cosine: torch.Tensor,
     sine: torch.Tensor,
     positions: torch.Tensor,
-    interleaved: bool = False,
+    is_interleaved: bool = False,
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
@@ -126,7 +126,7 @@ def rope(
         width,
         turned,
         epsilon,
-        INTERLEAVED=interleaved,
+        INTERLEAVED=is_interleaved,
         NORM=norm is not None,
         HALF=block(turned // 2),
         BLOCK=block(width),

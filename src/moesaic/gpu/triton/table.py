@@ -20,7 +20,7 @@ def triton_kernels(kind: str, reference: Kernels) -> GraphKernels | None:
     if kind == "cpu" and not INTERPRETED:
         return None
     operations = {field.name: getattr(reference, field.name) for field in fields(reference)}
-    operations |= {"name": "triton", "packed": True, "spares": True, **OPERATIONS}
+    operations |= {"name": "triton", "can_use_quantized": True, "can_skip_absent": True, **OPERATIONS}
     operations["recorder"] = GraphRecorder if kind == "cuda" else None
     if exchange.SUPPORTED:
         operations |= {"exchange": exchange, "nvshmem_exchange": nvshmem_exchange}

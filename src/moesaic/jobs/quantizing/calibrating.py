@@ -25,7 +25,7 @@ from moesaic.jobs.quantizing.rounding import Rounding
 from moesaic.kernels.reference.experts import activate
 from moesaic.kernels.table import Kernels
 from moesaic.models import registry
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.runtime.step.one_prompt import OnePrompt
 
 COUNTS = "tokens.json"
@@ -152,7 +152,10 @@ class CalibratedRounder:
         ids, weights = [], []
         for prompt, span in zip(self._prompts, self._spans, strict=True):
             gate_output = prompt.until_gate(layer, block, torch.from_numpy(hidden[span].copy()))
-            residual[span], normed_hidden[span] = gate_output.residual.numpy(), gate_output.normed.numpy()
+            residual[span], normed_hidden[span] = (
+                gate_output.residual.numpy(),
+                gate_output.normed_rows.numpy(),
+            )
             if not np.isfinite(normed_hidden[span]).all():
                 raise ConfigError(
                     f"{self._path}: layer {layer}: the hidden states of a prompt are not finite"
@@ -174,7 +177,7 @@ class CalibratedRounder:
                 torch.from_numpy(array[span].copy()) for array in (inputs.residual, inputs.normed_hidden)
             )
             ones = torch.ones(len(residual), 1)
-            gate_output = Gated(residual, normed_hidden, None, None)
+            gate_output = GateOutput(residual, normed_hidden, None, None)
             if inputs.expert_sums is None:
                 return block.merge(gate_output, block.dense(normed_hidden), None)
             rows = torch.from_numpy(inputs.expert_sums[span].copy())[:, None]

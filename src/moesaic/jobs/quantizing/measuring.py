@@ -54,8 +54,8 @@ def measure(
                 gate_output = prompt.until_gate(layer, block, hidden[index])
                 rows = None
                 if experts is not None and gate_output.expert_ids is not None:
-                    rows = kernels.experts(experts, gate_output.normed, gate_output.expert_ids)
-                hidden[index] = block.merge(gate_output, block.dense(gate_output.normed), rows)
+                    rows = kernels.experts(experts, gate_output.normed_rows, gate_output.expert_ids)
+                hidden[index] = block.merge(gate_output, block.dense(gate_output.normed_rows), rows)
             show(layer + 1, spec.num_layers)
         read = [_read(outer_layers, *pair) for pair in zip(hidden, texts, strict=True)]
     num_predicted = sum(len(text) - 1 for text in texts)

@@ -22,16 +22,16 @@ from moesaic.core.experts import ROWS, ExpertLayout
 from moesaic.core.stored import QUANT_METHOD
 from moesaic.jobs.quantizing.formats import Format, Tensor
 from moesaic.kernels.table import REFERENCE
-from moesaic.models import fused, registry
+from moesaic.models import fused_tensors, registry
 from moesaic.models.checkpoint import Claims
 from moesaic.models.files import read_config
 from moesaic.models.headers import NUMBERS, Headers, Place
 from moesaic.models.loader import Loader
 from moesaic.models.quantization import parse as quantization
 from moesaic.models.quantization.fp8 import Fp8
-from moesaic.models.quantization.parse import skipped_in
+from moesaic.models.quantization.parse import read_skipped_patterns
 from moesaic.models.quantization.scheme import Matrix
-from moesaic.models.wrapped import plain_names
+from moesaic.models.wrapped_names import plain_names
 
 Modules = Literal["experts", "attention", "mlp"]
 """Routed experts, the projections of attention, and dense MLPs with shared experts."""
@@ -51,7 +51,7 @@ class Fp8Matrix:
     @property
     def size(self) -> int:
         """Bytes of its codes and scales."""
-        return sum(self.headers.own(part)[0].size for part in self.matrix.parts)
+        return sum(self.headers.locate_part(part)[0].size for part in self.matrix.parts)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def make(path: Path, modules: Collection[Modules]) -> Plan:
     """
     _refuse_quantised(path)
     headers = Headers(path)
-    places = headers.every()
+    places = headers.list_tensors()
     plain = {stored_name: name for name, stored_name in plain_names(places).items()}
     fp8 = _fp8(headers, places)
     experts = _experts(path, headers) if "experts" in modules else {}
@@ -172,7 +172,7 @@ def make(path: Path, modules: Collection[Modules]) -> Plan:
     for (number, expert), (expert_matrices, tensors) in experts.items():
         shards.setdefault(number, Shard(number)).experts[expert] = expert_matrices
         expert_tensors |= tensors
-    skipped_patterns = skipped_in(path)
+    skipped_patterns = read_skipped_patterns(path)
     for name, place in places.items():
         if name in expert_tensors or any(re.fullmatch(pattern, name) for pattern in skipped_patterns):
             continue
@@ -210,7 +210,7 @@ def _fp8(headers: Headers, places: Mapping[str, Place]) -> dict[str, Fp8Matrix]:
     matrices = {}
     for name, place in places.items():
         if place.dtype == FP8:
-            matrix = headers.quantized(name, *place.shape)
+            matrix = headers.find_quantized(name, *place.shape)
             if matrix is None:
                 raise CheckpointError(f"{place.file}: tensor {name}: got {FP8}; allowed: only in matrices")
             matrices[name] = Fp8Matrix(headers, matrix)
@@ -233,7 +233,7 @@ def _experts(path: Path, headers: Headers) -> dict[tuple[int, int], tuple[Expert
             f"{path}: the experts of this model are stored in columns or have biases; allowed: rows without "
             "biases"
         )
-    names = frozenset(headers.every())
+    names = frozenset(headers.list_tensors())
     return {
         (layer, expert): _expert(headers, names, layout, layer, expert)
         for layer in layout.layers
@@ -247,12 +247,12 @@ def _expert(
     weights, tensors = [], set()
     for name, *shape in layout.tensors(layer, expert):
         rows, columns = shape
-        matrix = headers.quantized(name, rows, columns)
+        matrix = headers.find_quantized(name, rows, columns)
         if matrix is not None:
             weights.append(_weight(name, headers.place(matrix.parts[0]), Fp8Matrix(headers, matrix)))
             tensors |= {matrix_part.tensor for matrix_part in matrix.parts}
             continue
-        part = fused.inside(name, names.__contains__)
+        part = fused_tensors.find_fused_part(name, names.__contains__)
         place = _numbers(name, headers.find(name, rows, columns))
         weights.append(Weight(name.removesuffix(".weight"), place, rows, columns))
         tensors.add(name if part is None else part.tensor)
@@ -296,7 +296,7 @@ class _MatrixRecorder(Claims):
 
     def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
         """Note a matrix that is multiplied with, and claim it. Gates and norms are read as float32."""
-        is_multiplied = options["dtype"] is torch.bfloat16 or self.quantized(name, *shape) is not None
+        is_multiplied = options["dtype"] is torch.bfloat16 or self.find_quantized(name, *shape) is not None
         if len(shape) == 2 and is_multiplied and name in self.names:
             self.matrices.add(name)
         return super().tensor(name, *shape, **options)

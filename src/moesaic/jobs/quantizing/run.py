@@ -72,7 +72,7 @@ class _Job:
     def settings(self) -> dict[str, Any]:
         """What decides about the bytes of the result."""
         all_settings: dict[str, Any] = {
-            "model": fingerprint.of(self.path),
+            "model": fingerprint.compute_fingerprint(self.path),
             "--format": self.form.name,
             "--group-size": self.form.group,
             "--modules": sorted(self.options.modules),

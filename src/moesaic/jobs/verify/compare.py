@@ -43,8 +43,8 @@ class MoesaicSide:
         gate_output = self._prompt.until_gate(layer, block, hidden / self._residual)
         rows = None
         if experts is not None and gate_output.expert_ids is not None:
-            rows = self._kernels.experts(experts, gate_output.normed, gate_output.expert_ids)
-        return block.merge(gate_output, block.dense(gate_output.normed), rows) * self._residual
+            rows = self._kernels.experts(experts, gate_output.normed_rows, gate_output.expert_ids)
+        return block.merge(gate_output, block.dense(gate_output.normed_rows), rows) * self._residual
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, h] after the last layer -> logits [n, V]."""

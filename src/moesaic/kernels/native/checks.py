@@ -14,10 +14,10 @@ CACHED = STORED | {torch.int8}
 """Dtypes that a KV cache may be stored in."""
 
 
-def shape(tensor: Weight, *wanted: int) -> None:
+def shape(tensor: Weight, *expected_shape: int) -> None:
     """Raises ValueError for another shape."""
-    if tensor.shape != wanted:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit: allowed is {wanted}")
+    if tensor.shape != expected_shape:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} does not fit: allowed is {expected_shape}")
 
 
 def axes(tensor: Weight, count: int) -> torch.Size:
@@ -33,15 +33,15 @@ def is_float(tensor: torch.Tensor) -> None:
         raise TypeError(f"rows: got {tensor.dtype}; allowed: float32")
 
 
-def rows(tensor: torch.Tensor, *wanted: int) -> torch.Tensor:
+def rows(tensor: torch.Tensor, *expected_shape: int) -> torch.Tensor:
     """A dense float32 tensor of a shape (any, if none is given). It is copied if it is not dense."""
     is_float(tensor)
-    if wanted:
-        shape(tensor, *wanted)
+    if expected_shape:
+        shape(tensor, *expected_shape)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def apart(tensor: torch.Tensor, n: int, width: int) -> torch.Tensor:
+def rows_with_stride(tensor: torch.Tensor, n: int, width: int) -> torch.Tensor:
     """A float32 tensor [n, width] with dense rows, which may be apart."""
     is_float(tensor)
     shape(tensor, n, width)
@@ -55,45 +55,45 @@ def heads(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def exact(tensor: torch.Tensor | None, *wanted: int, dtype: torch.dtype = torch.float32) -> int:
+def exact(tensor: torch.Tensor | None, *expected_shape: int, dtype: torch.dtype = torch.float32) -> int:
     """The address of a tensor that must be dense and of this type and shape; 0 for None."""
     if tensor is None:
         return 0
-    shape(tensor, *wanted)
+    shape(tensor, *expected_shape)
     if tensor.dtype is not dtype or not tensor.is_contiguous():
         raise TypeError(f"got {tensor.dtype} with strides {tensor.stride()}; allowed: dense {dtype}")
     return tensor.data_ptr()
 
 
-def wide(stored: torch.Tensor, *wanted: int) -> bool:
-    """True if `stored` is float32, False if bf16. Raises TypeError for another dtype or a tensor that is
+def wide(tensor: torch.Tensor, *expected_shape: int) -> bool:
+    """True if `tensor` is float32, False if bf16. Raises TypeError for another dtype or a tensor that is
     not dense."""
-    if wanted:
-        shape(stored, *wanted)
-    if stored.dtype not in STORED:
-        raise TypeError(f"weights: got {stored.dtype}; allowed: float32, bfloat16")
-    if not stored.is_contiguous():
+    if expected_shape:
+        shape(tensor, *expected_shape)
+    if tensor.dtype not in STORED:
+        raise TypeError(f"weights: got {tensor.dtype}; allowed: float32, bfloat16")
+    if not tensor.is_contiguous():
         raise TypeError("a weight is not dense")
-    return stored.dtype is torch.float32
+    return tensor.dtype is torch.float32
 
 
-def weight(matrix: Weight, *wanted: int) -> tuple[int, int]:
+def weight(matrix: Weight, *expected_shape: int) -> tuple[int, int]:
     """The address of a dense matrix, and how the compiled module is told its type. Raises as `wide` does."""
     if not isinstance(matrix, QuantizedMatrix):
-        return matrix.data_ptr(), WIDE if wide(matrix, *wanted) else NARROW
-    if wanted:
-        shape(matrix, *wanted)
-    if not matrix.stored.is_contiguous():
+        return matrix.data_ptr(), WIDE if wide(matrix, *expected_shape) else NARROW
+    if expected_shape:
+        shape(matrix, *expected_shape)
+    if not matrix.stored_rows.is_contiguous():
         raise TypeError("a weight is not dense")
-    return matrix.stored.data_ptr(), OF_EXPERTS.index(matrix.kind)
+    return matrix.stored_rows.data_ptr(), OF_EXPERTS.index(matrix.kind)
 
 
-def cache(stored: torch.Tensor, *wanted: int) -> int:
+def cache(tensor: torch.Tensor, *expected_shape: int) -> int:
     """Bytes of a number in a KV cache of this shape (any, if none is given). Raises as `wide` does."""
-    if wanted:
-        shape(stored, *wanted)
-    if stored.dtype not in CACHED:
-        raise TypeError(f"a KV cache: got {stored.dtype}; allowed: float32, bfloat16, int8")
-    if not stored.is_contiguous():
+    if expected_shape:
+        shape(tensor, *expected_shape)
+    if tensor.dtype not in CACHED:
+        raise TypeError(f"a KV cache: got {tensor.dtype}; allowed: float32, bfloat16, int8")
+    if not tensor.is_contiguous():
         raise TypeError("a KV cache is not dense")
-    return stored.dtype.itemsize
+    return tensor.dtype.itemsize

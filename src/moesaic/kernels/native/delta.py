@@ -26,7 +26,7 @@ def convolve(
     weight: [C, taps] float32, dense in either axis; it is faster if the channels of a tap lie together.
     """
     n, channels = checks.axes(rows, 2)
-    rows, taps = checks.apart(rows, batch.batch.num_rows, states.sizes.channels), states.sizes.taps
+    rows, taps = checks.rows_with_stride(rows, batch.batch.num_rows, states.sizes.channels), states.sizes.taps
     if not 2 <= taps <= MOST_TAPS:
         raise ValueError(f"taps: got {taps}; allowed: 2 to {MOST_TAPS}")
     by_tap = weight.t().is_contiguous()
@@ -43,28 +43,32 @@ def convolve(
 
 
 def delta(
-    mixed: torch.Tensor,
+    mixed_rows: torch.Tensor,
     gates: torch.Tensor,
     decay: torch.Tensor,
     bias: torch.Tensor,
     states: LayerStates,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """The gated delta rule for mixed [n, C] and gates [n, 2 * Hv]. Changes `states`. Returns [n, Hv, dv]."""
+    """Computes the gated delta rule of mixed_rows [n, C] and gates [n, 2 * Hv].
+
+    It changes `states`. Returns [n, Hv, dv].
+    """
     sizes, n = states.sizes, batch.batch.num_rows
-    mixed = checks.apart(mixed, n, sizes.channels)
-    gates = checks.apart(gates, n, 2 * sizes.value_heads)
+    mixed_rows = checks.rows_with_stride(mixed_rows, n, sizes.channels)
+    gates = checks.rows_with_stride(gates, n, 2 * sizes.value_heads)
     factors = [checks.exact(each, sizes.value_heads) for each in (decay, bias)]
-    held = _held(states, sizes)
+    held = _state_addresses(states, sizes)
     out = MEMORY.empty(n, sizes.value_heads, sizes.value_width)
     _native.delta(
-        mixed.data_ptr(), gates.data_ptr(), mixed.stride(0), gates.stride(0), *factors, *held, out.data_ptr(),
-        n, sizes.key_heads, sizes.value_heads, sizes.key_width, sizes.value_width, *_sequences(batch),
+        mixed_rows.data_ptr(), gates.data_ptr(), mixed_rows.stride(0), gates.stride(0), *factors, *held,
+        out.data_ptr(), n, sizes.key_heads, sizes.value_heads, sizes.key_width, sizes.value_width,
+        *_sequences(batch),
     )  # fmt: skip
     return out
 
 
-def _held(states: LayerStates, sizes: StateSizes) -> list[int]:
+def _state_addresses(states: LayerStates, sizes: StateSizes) -> list[int]:
     """Addresses of pages, keys, updates and decays."""
     for name in ("key_width", "value_width"):
         width = getattr(sizes, name)
@@ -92,7 +96,7 @@ def _sequences(batch: AttentionBatch) -> tuple[int, int, int, int]:
 def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:
     """The norm of each head of rows [n, H, d], times silu(gate [n, H * d]). Returns [n, H * d]."""
     n, heads, width = checks.axes(rows, 3)
-    rows, gate = checks.rows(rows), checks.apart(gate, n, heads * width)
+    rows, gate = checks.rows(rows), checks.rows_with_stride(gate, n, heads * width)
     factors, out = checks.exact(weight, width), MEMORY.empty(n, heads * width)
     _native.gated_norm(
         rows.data_ptr(), factors, gate.data_ptr(), out.data_ptr(), n, heads, width, gate.stride(0), epsilon
@@ -123,7 +127,7 @@ def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def times(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Multiplies rows [n, w] by factors [n, w]. Returns [n, w]."""
     n, width = checks.axes(rows, 2)
-    rows, factors = checks.rows(rows), checks.apart(factors, n, width)
+    rows, factors = checks.rows(rows), checks.rows_with_stride(factors, n, width)
     out = MEMORY.empty(n, width)
     _native.sigmoid_times(
         rows.data_ptr(), factors.data_ptr(), out.data_ptr(), n, 1, width, factors.stride(0), width, False

@@ -31,11 +31,11 @@ class Arena:
         """Uninitialised memory. It is free again when no tensor uses it any more."""
         size = max(1, math.prod(shape) * dtype.itemsize)
         size = 1 << (size - 1).bit_length()
-        memory = self._free[size].pop() if self._free[size] else _aligned(size)
+        memory = self._free[size].pop() if self._free[size] else _allocate(size)
         view = memory[: math.prod(shape) * dtype.itemsize]
         # The tensor's storage owns `view`, so it ends with the last tensor that uses it.
         weakref.finalize(view, self._free[size].append, memory)
-        return _over(view, shape, dtype)
+        return _view_memory(view, shape, dtype)
 
 
 class Memory(threading.local):
@@ -44,9 +44,10 @@ class Memory(threading.local):
     def __init__(self) -> None:
         self.arena: Arena | None = None
         """The arena, while a step is recorded."""
-        self.kept: list[torch.Tensor] = []
-        self.ended: list[Bytes] | None = None
-        """Memory of large freed results, to be reused; None: it goes back to the system, see `reusing`."""
+        self.kept_tensors: list[torch.Tensor] = []
+        self.freed_memory: list[Bytes] | None = None
+        """Memory of large freed results, to be reused; None: it goes back to the system, see
+        `reuse_memory`."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Uninitialised memory on the CPU."""
@@ -55,12 +56,16 @@ class Memory(threading.local):
         size = math.prod(shape) * dtype.itemsize
         if size < LARGE:
             return torch.empty(shape, dtype=dtype)
-        return _over(_aligned(size) if self.ended is None else _again(size, self.ended), shape, dtype)
+        return _view_memory(
+            _allocate(size) if self.freed_memory is None else _reuse_freed(size, self.freed_memory),
+            shape,
+            dtype,
+        )
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keeps a tensor of the caller alive as long as the recording, which writes to it at every run."""
         if self.arena is not None:
-            self.kept.append(tensor)
+            self.kept_tensors.append(tensor)
         return tensor
 
 
@@ -68,36 +73,36 @@ MEMORY = Memory()
 
 
 @contextmanager
-def reusing() -> Generator[None]:
+def reuse_memory() -> Generator[None]:
     """A context in which large results of the calling thread reuse memory of freed results. Where the C
     library gives freed memory back to the system, its pages are faulted in again in each layer: norms
     and rotations of an offloaded prefill took 4 to 6 times as long. At the end only memory of live
     results is kept."""
     ended: list[Bytes] = []
-    before, MEMORY.ended = MEMORY.ended, ended
+    before, MEMORY.freed_memory = MEMORY.freed_memory, ended
     try:
         yield
     finally:
-        MEMORY.ended = before
+        MEMORY.freed_memory = before
         ended.clear()
 
 
-def _again(size: int, ended: list[Bytes]) -> Bytes:
+def _reuse_freed(size: int, freed_memory: list[Bytes]) -> Bytes:
     """The smallest freed memory that is large enough but not twice as large, else new memory. It returns to
-    `ended` when no tensor uses it any more."""
-    enough = [place for place, memory in enumerate(ended) if size <= len(memory) < 2 * size]
-    best = min(enough, key=lambda place: len(ended[place]), default=None)
-    memory = _aligned(size) if best is None else ended.pop(best)
+    `freed_memory` when no tensor uses it any more."""
+    enough = [place for place, memory in enumerate(freed_memory) if size <= len(memory) < 2 * size]
+    best = min(enough, key=lambda place: len(freed_memory[place]), default=None)
+    memory = _allocate(size) if best is None else freed_memory.pop(best)
     view = memory[:size]
-    weakref.finalize(view, ended.append, memory)
+    weakref.finalize(view, freed_memory.append, memory)
     return view
 
 
-def _aligned(size: int) -> Bytes:
+def _allocate(size: int) -> Bytes:
     memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
 
 
-def _over(memory: Bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _view_memory(memory: Bytes, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory).view(dtype).view(shape)

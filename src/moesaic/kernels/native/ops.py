@@ -88,15 +88,15 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 
 
 def add_norm(
-    rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    rows: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns rows + added, [n, h], and its norm."""
     n, width = checks.axes(rows, 2)
-    rows, added = checks.rows(rows), checks.rows(added, n, width)
+    rows, addend = checks.rows(rows), checks.rows(addend, n, width)
     checks.exact(weight, width)
     total, out = MEMORY.empty(n, width), MEMORY.empty(n, width)
     _native.norm(
-        rows.data_ptr(), added.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
+        rows.data_ptr(), addend.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
         n, width, width, epsilon,
     )  # fmt: skip
     return total, out
@@ -107,7 +107,7 @@ def rope(
     cosine: torch.Tensor,
     sine: torch.Tensor,
     positions: torch.Tensor,
-    interleaved: bool = False,
+    is_interleaved: bool = False,
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
@@ -124,23 +124,24 @@ def rope(
     _native.rope(
         rows.data_ptr(), rows.stride(0), rows.stride(1), checks.exact(norm, width), epsilon,
         checks.exact(cosine, *angles), checks.exact(sine, *angles),
-        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, 2 * half, interleaved,
+        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, 2 * half,
+        is_interleaved,
     )  # fmt: skip
     return out
 
 
-def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> torch.Tensor:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h].
 
     Gate and up have one type. That of down may differ if both are quantised.
     """
     n, hidden = checks.axes(rows, 2)
-    rows, width = checks.rows(rows), len(gate)
-    shapes = ((gate, width, hidden), (up, width, hidden), (down, hidden, width))
+    rows, width = checks.rows(rows), len(gate_proj)
+    shapes = ((gate_proj, width, hidden), (up_proj, width, hidden), (down_proj, hidden, width))
     addresses, types = zip(*(checks.weight(*one) for one in shapes), strict=True)
     if types[0] != types[1] or (types[0] != types[2] and min(types) <= checks.WIDE):
         raise TypeError("gate, up and down differ in type")
-    checks.axes(down, 2)
+    checks.axes(down_proj, 2)
     out = MEMORY.empty(n, hidden)
     stored = expert_code(of_expert(OF_EXPERTS[types[0]], OF_EXPERTS[types[2]]))
     _native.gated_mlp(rows.data_ptr(), *addresses, out.data_ptr(), n, hidden, width, stored)
@@ -162,10 +163,10 @@ def gate(
         raise ValueError(f"{count} experts in {groups} groups: a group lacks the two experts of its score")
     ids, weights = MEMORY.empty(n, top_k, dtype=torch.int64), MEMORY.empty(n, top_k)
     added = checks.exact(bias, count)
-    biases = (0, added) if gating.biased == "products" else (added, 0)
+    biases = (0, added) if gating.bias_target == "products" else (added, 0)
     _native.gate(
         rows.data_ptr(), weight.data_ptr(), *biases, ids.data_ptr(), weights.data_ptr(),
-        n, hidden, count, top_k, groups, kept, gating.scale, gating.added, gating.normalise,
+        n, hidden, count, top_k, groups, kept, gating.scale, gating.sum_epsilon, gating.normalise,
         gating.scores == "sigmoid", two_best,
     )  # fmt: skip
     return ids, weights
@@ -175,7 +176,7 @@ def experts(
     weights: ExpertWeights,
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
-    out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes every (token, expert) pair. Returns rows [n, k, h] float32, not multiplied by gate weights.
 
@@ -185,18 +186,18 @@ def experts(
     top_k = checks.axes(expert_ids, 2)[1]
     hidden, ids = checks.rows(hidden), expert_ids.contiguous()
     checks.exact(ids, n, top_k, dtype=torch.int64)
-    out = MEMORY.empty(n, top_k, width) if out is None else MEMORY.keep(out)
-    checks.exact(out, n, top_k, width)
+    output = MEMORY.empty(n, top_k, width) if output is None else MEMORY.keep(output)
+    checks.exact(output, n, top_k, width)
     table = weights.table
     if table.hidden not in (0, width):
         raise ValueError(f"hidden {tuple(hidden.shape)} does not fit experts of hidden size {table.hidden}")
     absent = _native.experts(
-        hidden.data_ptr(), ids.data_ptr(), *table.addresses, out.data_ptr(), n, top_k, width, table.width,
-        weights.num_experts, table.stored, *numbers(weights.activation),
+        hidden.data_ptr(), ids.data_ptr(), *table.addresses, output.data_ptr(), n, top_k, width, table.width,
+        weights.num_experts, table.dtype_code, *numbers(weights.activation),
     )  # fmt: skip
     if absent != _native.ALL_HELD:
         raise KeyError(f"expert {int(ids.flatten()[absent])} is not held here")
-    return out
+    return output
 
 
 def merge(

@@ -51,25 +51,25 @@ def numbers(activation: Activation) -> tuple[float, float, float]:
 
 
 def experts(
-    table: Addresses, size: tuple[int, int], stored: int, parts: list[Part], activation: Activation = SILU
+    table: Addresses, size: tuple[int, int], dtype_code: int, parts: list[Part], activation: Activation = SILU
 ) -> None:
     """Computes the pairs of all parts as one batch, and writes each result to its line, without gate weights.
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 for an expert that is
-    not here; or [6, E]: then also of their biases [w], [w] and [h] float32. size: (h, w). stored: the
+    not here; or [6, E]: then also of their biases [w], [w] and [h] float32. size: (h, w). dtype_code: the
     `core.stored.expert_code` of their dtype. Raises KeyError for an expert that is not here, and ValueError
     for arrays that do not fit. After an error nothing has been written.
     """
-    _native.gathered_experts(table, *size, stored, parts, *numbers(activation))
+    _native.gathered_experts(table, *size, dtype_code, parts, *numbers(activation))
 
 
-def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
+def put(output: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
     """Computes out[lines] = rows[places] on all threads.
 
     out [n, h], rows [m, h] dense; lines, places [p]. Raises ValueError, and writes nothing, for arrays that
     do not fit and for lines or places out of range.
     """
-    _native.put(out, lines, rows, places)
+    _native.put(output, lines, rows, places)
 
 
 def own_pool(threads: int, cpus: Sequence[int] = ()) -> None:

@@ -49,33 +49,37 @@ Result = TypeVar("Result")
 class Recording(Generic[Result]):
     """One recorded step."""
 
-    def __init__(self, step: Callable[[], Result], arena: Arena, given: torch.Tensor | None = None) -> None:
-        """Run `step` once; its result is then in `result`. given: dense rows of experts that `step` merges.
+    def __init__(
+        self, step: Callable[[], Result], arena: Arena, expert_rows: torch.Tensor | None = None
+    ) -> None:
+        """Run `step` once; its result is then in `result`. expert_rows: dense rows of experts that `step`
+        merges.
 
         Raises RuntimeError if it computes with torch.
         """
         self._tape = _native.Tape()
-        MEMORY.arena, MEMORY.kept = arena, []
-        _native.record(self._tape, _address(given))
+        MEMORY.arena, MEMORY.kept_tensors = arena, []
+        _native.record(self._tape, _address(expert_rows))
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
                 self.result = step()
         finally:
             _native.stop()
-            self._kept = MEMORY.kept
-            MEMORY.arena, MEMORY.kept = None, []
+            self._kept_tensors = MEMORY.kept_tensors
+            MEMORY.arena, MEMORY.kept_tensors = None, []
 
-    def run(self, given: torch.Tensor | None = None) -> Result:
-        """The result for the present content of the step's inputs. It is valid until the next run. given:
-        rows of experts in place of those of the recording, of the same shape; they may be anywhere."""
-        absent = self._tape.run(_address(given))
+    def run(self, expert_rows: torch.Tensor | None = None) -> Result:
+        """The result for the present content of the step's inputs. It is valid until the next run.
+        expert_rows: rows of experts in place of those of the recording, of the same shape; they may be
+        anywhere."""
+        absent = self._tape.run(_address(expert_rows))
         if absent != _native.ALL_HELD:
             raise KeyError("a routed expert is not held here")
         return self.result
 
     def free(self) -> None:
         """Frees its operations and their memory."""
-        self._tape, self._kept = _native.Tape(), []
+        self._tape, self._kept_tensors = _native.Tape(), []
 
 
 def _address(rows: torch.Tensor | None) -> int:

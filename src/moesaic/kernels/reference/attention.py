@@ -42,21 +42,21 @@ def paged_attention(
     (gpt-oss). Returns float32 [n, Hq, dv].
     """
     width = value_width if value_width is not None else width_of(keys if values is None else values)
-    out = query.new_empty(query.shape[0], query.shape[1], width)
+    output = query.new_empty(query.shape[0], query.shape[1], width)
     for group in batch.decode:
         blocks, begin = _window(group, batch.block_size, sliding_window)
         key, value = _gather(keys, values, blocks, width)
         position = begin[:, None] + torch.arange(key.shape[1], device=key.device)
-        seen = position < group.lengths[:, None]
+        attention_mask = position < group.lengths[:, None]
         if sliding_window is not None:
-            seen &= position >= group.lengths[:, None] - sliding_window
+            attention_mask &= position >= group.lengths[:, None] - sliding_window
         for cached in (key, value):  # other requests' rows, which may be NaN: 0 * NaN is NaN
-            cached.masked_fill_(~seen[:, :, None, None], 0.0)
+            cached.masked_fill_(~attention_mask[:, :, None, None], 0.0)
         rows = query[group.rows].view(len(key), key.shape[2], -1, query.shape[2])
-        out[group.rows] = _attend(rows, key, value, seen[:, None], scale, sinks).flatten(1, 2)
+        output[group.rows] = _attend(rows, key, value, attention_mask[:, None], scale, sinks).flatten(1, 2)
     for chunk in batch.chunks:
-        _chunk(query, keys, values, chunk, scale, sliding_window, sinks, out)
-    return out
+        _chunk(query, keys, values, chunk, scale, sliding_window, sinks, output)
+    return output
 
 
 def _gather(
@@ -86,22 +86,22 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """query [g, Hkv, m, dk], key [g, t, Hkv, dk], value [g, t, Hkv, dv] -> [g, Hkv, m, dv].
 
-    The m lines of a key head are its query heads, each with the same number of rows. seen: [g, m or 1, t]
-    mask, the same for every head. None means that each row attends to all tokens.
+    The m lines of a key head are its query heads, each with the same number of rows. attention_mask: [g, m or
+    1, t] mask, the same for every head. None means that each row attends to all tokens.
     """
     key, value = key.transpose(1, 2), value.transpose(1, 2)
-    if seen is not None and key.shape[1] > 1 and sinks is None:
-        mask = seen[:, None].expand(-1, -1, query.shape[2], -1)
+    if attention_mask is not None and key.shape[1] > 1 and sinks is None:
+        mask = attention_mask[:, None].expand(-1, -1, query.shape[2], -1)
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale)
-    if seen is not None:
-        scores.masked_fill_(~seen[:, None], float("-inf"))
+    if attention_mask is not None:
+        scores.masked_fill_(~attention_mask[:, None], float("-inf"))
     if sinks is None:
         return torch.matmul(scores.softmax(-1), value)
     of_heads = sinks.view(key.shape[1], -1)
@@ -118,19 +118,19 @@ def _chunk(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
-    out: torch.Tensor,
+    output: torch.Tensor,
 ) -> None:
-    """Computes one chunk's rows into `out`, some rows at a time so that memory stays bounded."""
+    """Computes one chunk's rows into `output`, some rows at a time so that memory stays bounded."""
     block_size = keys.shape[1]
     begin = 0 if window is None else max(0, chunk.first - window + 1)
     skipped = begin // block_size
-    key, value = _gather(keys, values, chunk.blocks[None, skipped:], out.shape[2])
+    key, value = _gather(keys, values, chunk.blocks[None, skipped:], output.shape[2])
     seen_by_first = slice(begin - skipped * block_size, chunk.length - skipped * block_size)
     key, value = key[:, seen_by_first], value[:, seen_by_first]
     groups = query.shape[1] // keys.shape[2]
     if chunk.stop - chunk.start == 1:
         rows = query[chunk.start].view(1, keys.shape[2], groups, -1)
-        out[chunk.start] = _attend(rows, key, value, None, scale, sinks).flatten(0, 2)
+        output[chunk.start] = _attend(rows, key, value, None, scale, sinks).flatten(0, 2)
         return
     step = max(1, min(STEP_ROWS, SCORE_NUMBERS // (key.shape[1] * groups)))
     for start in range(chunk.start, chunk.stop, step):
@@ -140,12 +140,14 @@ def _chunk(
         rows = rows.permute(1, 2, 0, 3).reshape(1, keys.shape[2], -1, query.shape[2])
         position = torch.arange(last - (stop - start), last, device=query.device)[:, None]
         token = torch.arange(last, device=query.device)
-        seen = token <= position
+        attention_mask = token <= position
         if window is not None:
-            seen &= token > position - window
-        part = _attend(rows, key[:, :last], value[:, :last], seen.repeat(groups, 1)[None], scale, sinks)
+            attention_mask &= token > position - window
+        part = _attend(
+            rows, key[:, :last], value[:, :last], attention_mask.repeat(groups, 1)[None], scale, sinks
+        )
         part = part.view(keys.shape[2] * groups, stop - start, -1)
-        out[start:stop] = part.transpose(0, 1)
+        output[start:stop] = part.transpose(0, 1)
 
 
 def attention_plain(
@@ -160,7 +162,7 @@ def attention_plain(
 ) -> torch.Tensor:
     """As paged_attention, row by row and head by head. It is slow and simple, to test the fast form."""
     width = value_width if value_width is not None else width_of(keys if values is None else values)
-    out = torch.empty(query.shape[0], query.shape[1], width)
+    output = torch.empty(query.shape[0], query.shape[1], width)
     flat = [
         (int(row), blocks, int(length))
         for group in batch.decode
@@ -179,5 +181,5 @@ def attention_plain(
             scores = (key[:, shared] @ query[row, head]) * scale
             if sinks is not None:
                 scores = torch.cat((scores, sinks[head : head + 1]))
-            out[row, head] = scores.softmax(0)[: len(key)] @ value[:, shared]
-    return out
+            output[row, head] = scores.softmax(0)[: len(key)] @ value[:, shared]
+    return output

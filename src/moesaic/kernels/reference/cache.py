@@ -22,10 +22,10 @@ def encode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat((integers.to(torch.int8), scale.view(torch.int8)), dim=-1)
 
 
-def decode(stored: torch.Tensor) -> torch.Tensor:
+def decode(stored_rows: torch.Tensor) -> torch.Tensor:
     """Converts stored rows [..., stored width] to [..., d] float32."""
-    if stored.dtype is not torch.int8:
-        return stored.float()
-    integers, scale = stored.tensor_split([-SCALE_BYTES], dim=-1)
+    if stored_rows.dtype is not torch.int8:
+        return stored_rows.float()
+    integers, scale = stored_rows.tensor_split([-SCALE_BYTES], dim=-1)
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
     return integers.float().mul_(scale)

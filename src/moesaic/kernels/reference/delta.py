@@ -39,12 +39,12 @@ def convolve(
         seat[places[-ring:]] = joined[-ring:]
         if begin + CHUNK <= part.first + count:
             passed = (part.first + count) // CHUNK * CHUNK - part.first  # rows up to the last multiple
-            states.page_tails[part.write] = joined[passed : passed + kept]
+            states.page_tails[part.write_page] = joined[passed : passed + kept]
     return out
 
 
 def delta(
-    mixed: torch.Tensor,
+    mixed_rows: torch.Tensor,
     gates: torch.Tensor,
     decay: torch.Tensor,
     bias: torch.Tensor,
@@ -53,15 +53,15 @@ def delta(
 ) -> torch.Tensor:
     """The gated delta rule for rows after the convolution. Changes `states`.
 
-    mixed: [n, C] query, key and value of all heads. gates: [n, 2 * Hv], beta and alpha of each value head
-    before their activations. decay: [Hv] negative factor of alpha's logarithm. bias: [Hv] added to alpha's
-    gate. Returns [n, Hv, dv] float32.
+    mixed_rows: [n, C] query, key and value of all heads. gates: [n, 2 * Hv], beta and alpha of each value
+    head before their activations. decay: [Hv] negative factor of alpha's logarithm. bias: [Hv] added to
+    alpha's gate. Returns [n, Hv, dv] float32.
     """
     sizes = states.sizes
     width = sizes.key_heads * sizes.key_width
-    query, key, value = mixed.tensor_split([width, 2 * width], dim=1)
-    query = _normed(query.view(-1, sizes.key_heads, sizes.key_width)) * sizes.key_width**-0.5
-    key = _normed(key.view(-1, sizes.key_heads, sizes.key_width))
+    query, key, value = mixed_rows.tensor_split([width, 2 * width], dim=1)
+    query = _normalize(query.view(-1, sizes.key_heads, sizes.key_width)) * sizes.key_width**-0.5
+    key = _normalize(key.view(-1, sizes.key_heads, sizes.key_width))
     value = value.view(-1, sizes.value_heads, sizes.value_width)
     beta, alpha = gates.view(-1, 2, sizes.value_heads).unbind(1)
     beta, logs = beta.sigmoid(), decay * functional.softplus(alpha + bias)
@@ -77,7 +77,7 @@ def delta(
     return out
 
 
-def _normed(heads: torch.Tensor) -> torch.Tensor:
+def _normalize(heads: torch.Tensor) -> torch.Tensor:
     """heads [n, H, d], each of length one."""
     return heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + KEY_EPSILON)
 
@@ -114,7 +114,7 @@ def _chunk(
     if index + len(query) == CHUNK:
         faded = torch.exp(decays[:, -1:] - decays)
         added = torch.einsum("hik,hiv->hkv", keys.repeat_interleave(shared, 0) * faded[:, :, None], updates)
-        states.pages[part.write] = torch.exp(decays[:, -1, None, None]) * matrix + added
+        states.pages[part.write_page] = torch.exp(decays[:, -1, None, None]) * matrix + added
     return out
 
 

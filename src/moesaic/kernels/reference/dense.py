@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from moesaic.kernels.matrix import QuantizedMatrix, Weight, plain
+from moesaic.kernels.matrix import QuantizedMatrix, Weight, dequantize_weight
 from moesaic.kernels.reference.cache import encode
 
 FEW_ROWS = 5
@@ -24,7 +24,7 @@ LARGE_WEIGHT = 1 << 16
 
 def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """rows [n, i] times weight [o, i] transposed, plus bias [o]. Returns [n, o]."""
-    answer = product(rows, plain(weight)).float()
+    answer = product(rows, dequantize_weight(weight)).float()
     return answer if bias is None else answer + bias
 
 
@@ -49,10 +49,10 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 
 
 def add_norm(
-    rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    rows: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns rows + added, [n, h], and its `rms_norm`."""
-    total = rows + added
+    total = rows + addend
     return total, rms_norm(total, weight, epsilon)
 
 
@@ -61,7 +61,7 @@ def rope(
     cosine: torch.Tensor,
     sine: torch.Tensor,
     positions: torch.Tensor,
-    interleaved: bool = False,
+    is_interleaved: bool = False,
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
@@ -75,12 +75,12 @@ def rope(
         rows = rms_norm(rows, norm, epsilon)
     rows, rest = rows.tensor_split([2 * cosine.shape[1]], dim=-1)
     cosine, sine = cosine[positions, None], sine[positions, None]
-    if interleaved:
+    if is_interleaved:
         first, second = rows[..., 0::2], rows[..., 1::2]
     else:
         first, second = rows.chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
-    answer = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    answer = torch.stack(turned, dim=-1).flatten(-2) if is_interleaved else torch.cat(turned, dim=-1)
     return torch.cat((answer, rest), dim=-1) if rest.shape[-1] else answer
 
 
@@ -95,7 +95,7 @@ def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
 def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
     """Looks up rows token_ids [n] of a table [V, h]. Returns [n, h] float32."""
     if isinstance(table, QuantizedMatrix):
-        return table.rows(token_ids).floats()
+        return table.select_rows(token_ids).floats()
     return functional.embedding(token_ids, table).float()
 
 
@@ -126,10 +126,10 @@ def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, masks: torch.Tensor) 
     logits[lines] = logits[lines].masked_fill(forbidden, -torch.inf)
 
 
-def gated_mlp(rows: torch.Tensor, gate: Weight, up: Weight, down: Weight) -> torch.Tensor:
+def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> torch.Tensor:
     """down(silu(gate rows) * (up rows)): rows [n, h], gate and up [w, h], down [h, w] -> [n, h]."""
-    wide = functional.silu(linear(rows, gate), inplace=True).mul_(linear(rows, up))
-    return linear(wide, down)
+    wide = functional.silu(linear(rows, gate_proj), inplace=True).mul_(linear(rows, up_proj))
+    return linear(wide, down_proj)
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

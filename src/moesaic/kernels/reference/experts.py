@@ -15,20 +15,20 @@ def experts(
     weights: ExpertWeights,
     hidden: torch.Tensor,
     expert_ids: torch.Tensor,
-    out: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes every (token, expert) pair.
 
     hidden [n, h] float32, expert_ids [n, k] logical ids -> rows [n, k, h] float32, not multiplied by gate
-    weights, in `out` if it is given. Raises KeyError for an expert that `weights` does not have.
+    weights, in `output` if it is given. Raises KeyError for an expert that `weights` does not have.
     """
     tokens, top_k = expert_ids.shape
     if tokens == 1 and weights.activation == SILU and not weights.gate_bias:
-        return _one_token(weights, hidden, expert_ids, out)
+        return _one_token(weights, hidden, expert_ids, output)
     flat = expert_ids.reshape(-1)
     counts = torch.bincount(flat, minlength=weights.num_experts).tolist()
     order = flat.argsort(stable=True)
-    rows = hidden.new_empty(tokens * top_k, hidden.shape[1]) if out is None else out.flatten(0, 1)
+    rows = hidden.new_empty(tokens * top_k, hidden.shape[1]) if output is None else output.flatten(0, 1)
     groups = zip(order.split_with_sizes(counts), (order // top_k).split_with_sizes(counts), strict=True)
     for expert, (pairs, sources) in enumerate(groups):
         if counts[expert]:
@@ -37,35 +37,38 @@ def experts(
     return rows.view(tokens, top_k, hidden.shape[1])
 
 
-def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def activate(activation: Activation, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
     """The input of the down projection from gate and up [n, w]: see `core.experts.Activation`.
 
     It may overwrite both.
     """
     if activation.limit is not None:
-        gate, up = gate.clamp_(max=activation.limit), up.clamp_(-activation.limit, activation.limit)
+        gate_rows, up_rows = (
+            gate_rows.clamp_(max=activation.limit),
+            up_rows.clamp_(-activation.limit, activation.limit),
+        )
     if activation.added:
-        up = up.add_(activation.added)
+        up_rows = up_rows.add_(activation.added)
     if activation.alpha == 1.0:
-        return functional.silu(gate, inplace=True).mul_(up)
-    return gate.mul_(torch.sigmoid(gate * activation.alpha)).mul_(up)
+        return functional.silu(gate_rows, inplace=True).mul_(up_rows)
+    return gate_rows.mul_(torch.sigmoid(gate_rows * activation.alpha)).mul_(up_rows)
 
 
 def _expert(weights: ExpertWeights, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """[n, h] -> [n, h] of one expert."""
-    gate, up, down = weights.of(expert)
+    gate, up, down = weights.matrices_of(expert)
     of_gate, of_up, of_down = weights.biases_of(expert)
     wide = activate(weights.activation, linear(rows, gate, of_gate), linear(rows, up, of_up))
     return linear(wide, down, of_down)
 
 
 def _one_token(
-    weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tensor, out: torch.Tensor | None
+    weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torch.Tensor, output: torch.Tensor | None
 ) -> torch.Tensor:
     """Computes one token of plain experts without grouping. Leaving it out saved a fifteenth of its time."""
-    rows = hidden.new_empty(1, expert_ids.shape[1], hidden.shape[1]) if out is None else out
+    rows = hidden.new_empty(1, expert_ids.shape[1], hidden.shape[1]) if output is None else output
     for slot, expert in enumerate(expert_ids[0].tolist()):
-        gate, up, down = weights.of(expert)
+        gate, up, down = weights.matrices_of(expert)
         row = hidden.to(gate.dtype)
         wide = functional.silu(functional.linear(row, gate), inplace=True)
         rows[:, slot] = functional.linear(wide.mul_(functional.linear(row, up)), down)
@@ -79,26 +82,26 @@ def experts_plain(weights: ExpertWeights, hidden: torch.Tensor, expert_ids: torc
     for token in range(tokens):
         for slot in range(top_k):
             expert = int(expert_ids[token, slot])
-            matrices, biases = weights.of(expert), weights.biases_of(expert)
+            matrices, biases = weights.matrices_of(expert), weights.biases_of(expert)
             gate, up = (
                 one.float() @ hidden[token] + (0.0 if bias is None else bias)
                 for one, bias in zip(matrices[:2], biases[:2], strict=True)
             )
-            wide = _activated(weights.activation, gate, up)
+            wide = _activate_plain(weights.activation, gate, up)
             rows[token, slot] = matrices[2].float() @ wide + (0.0 if biases[2] is None else biases[2])
     return rows
 
 
-def _activated(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def _activate_plain(kind: Activation, gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
     """As `activate`, in the words of its definition."""
     limit = float("inf") if kind.limit is None else kind.limit
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + kind.added) * gate * torch.sigmoid(kind.alpha * gate)
+    gate_rows, up_rows = gate_rows.clamp(max=limit), up_rows.clamp(-limit, limit)
+    return (up_rows + kind.added) * gate_rows * torch.sigmoid(kind.alpha * gate_rows)
 
 
-def put(out: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
+def put(output: FloatRows, lines: IntArray, rows: FloatRows, places: IntArray) -> None:
     """Writes results from other processes to their pairs: out[lines] = rows[places].
 
     out [n, h], rows [m, h], lines and places [p].
     """
-    out[lines] = rows[places]
+    output[lines] = rows[places]

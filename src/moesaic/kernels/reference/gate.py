@@ -22,7 +22,7 @@ def gate(
     rows [n, h], weight [E, h] float32, bias [E] float32. With groups_kept < groups, only experts of the
     groups with the highest scores can be chosen (device-limited routing, DeepSeek-V2, section 2.2.2).
     """
-    before, after = (bias, None) if gating.biased == "products" else (None, bias)
+    before, after = (bias, None) if gating.bias_target == "products" else (None, bias)
     products = linear(rows, weight, before)
     scores = products.sigmoid() if gating.scores == "sigmoid" else products.softmax(-1)
     choice = scores if after is None else scores + after
@@ -31,7 +31,7 @@ def gate(
     ids = _best(choice, gating.top_k)
     weights = scores.gather(-1, ids)
     if gating.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + gating.added)
+        weights = weights / (weights.sum(-1, keepdim=True) + gating.sum_epsilon)
     return ids, weights if gating.scale == 1.0 else weights * gating.scale
 
 

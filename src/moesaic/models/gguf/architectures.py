@@ -17,13 +17,13 @@ from moesaic.models.gguf.shared_keys import (
     SIGMOID,
     SOFTMAX,
     Config,
-    corrected,
-    grouped,
-    one_group,
-    rope,
+    read_corrected_gate,
+    read_grouped_query,
+    read_rope,
+    require_one_group,
 )
 
-Has = Callable[[str], bool]
+HasTensor = Callable[[str], bool]
 """Whether the files have a tensor `blk.N.NAME` in any layer."""
 DEFAULT_NAMES = Names()
 MIXED_NAMES = Names(
@@ -37,7 +37,7 @@ LFM2_NAMES = Names(
     correction="feed_forward.expert_bias",
     experts="feed_forward.experts",
     words=("w1", "w3", "w2"),
-    others={
+    family_names={
         "attn_norm": "operator_norm",
         "attn_output": "self_attn.out_proj",
         "attn_q_norm": "self_attn.q_layernorm",
@@ -60,59 +60,59 @@ R1 have so many."""
 class Architecture:
     """One value of general.architecture."""
 
-    config: Callable[[Metadata, Has], Config]
+    config: Callable[[Metadata, HasTensor], Config]
     """Its part of config.json. The rest is read by `common`."""
     names: Names = DEFAULT_NAMES
-    permuted: bool = False
+    has_permuted_heads: bool = False
     """Whether the converter changed the order of the rows of queries and keys: numbers that are rotated as a
     pair stand side by side."""
-    one_added: bool = False
+    has_norm_offset: bool = False
     """Whether one was added to the weights of norms, other than that of linear attention's output."""
-    tiled: bool = False
+    has_tiled_heads: bool = False
     """Whether the converter changed the order of linear attention's value heads: first one of each key head,
     then the next of each."""
 
 
-def _qwen3(meta: Metadata, has: Has) -> Config:
-    one_group(meta)
-    meta.only("expert_shared_feed_forward_length", 0)
+def _qwen3(meta: Metadata, has_tensor: HasTensor) -> Config:
+    require_one_group(meta)
+    meta.require_value("expert_shared_feed_forward_length", 0)
     return {
         "model_type": "qwen3_moe",
-        **grouped(meta),
+        **read_grouped_query(meta),
         "num_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("feed_forward_length"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
         "norm_topk_prob": meta.flag("expert_weights_norm", True),
-        "attention_bias": has("attn_q.bias"),
+        "attention_bias": has_tensor("attn_q.bias"),
     }
 
 
-def _qwen2(meta: Metadata, has: Has) -> Config:
-    one_group(meta)
+def _qwen2(meta: Metadata, has_tensor: HasTensor) -> Config:
+    require_one_group(meta)
     shared = meta.maybe_integer("expert_shared_feed_forward_length")
     return {
         "model_type": "qwen2_moe",
-        **grouped(meta),
+        **read_grouped_query(meta),
         "num_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("feed_forward_length"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
         "shared_expert_intermediate_size": meta.integer("feed_forward_length") if shared is None else shared,
         "norm_topk_prob": meta.flag("expert_weights_norm", False),
-        "qkv_bias": has("attn_q.bias"),
+        "qkv_bias": has_tensor("attn_q.bias"),
     }
 
 
 def _linear(meta: Metadata) -> Config:
     """What Qwen3-Next and Qwen3.5 have in common: linear attention, gated attention, a shared expert."""
-    one_group(meta)
+    require_one_group(meta)
     rotated, heads = meta.integer("rope.dimension_count"), meta.integer("ssm.time_step_rank")
     inner, layers = meta.integer("ssm.inner_size"), meta.integer("block_count")
     if not heads or inner % heads:
-        raise meta.refused("ssm.inner_size", inner, f"a multiple of {heads} value heads")
-    every, attention = max(meta.integer("full_attention_interval", 4), 1), grouped(meta, rotated)
+        raise meta.make_error("ssm.inner_size", inner, f"a multiple of {heads} value heads")
+    every, attention = max(meta.integer("full_attention_interval", 4), 1), read_grouped_query(meta, rotated)
     recurrent = meta.raw("attention.recurrent_layers", [(at + 1) % every > 0 for at in range(layers)])
     if not isinstance(recurrent, list) or len(recurrent) != layers:
-        raise meta.refused("attention.recurrent_layers", recurrent, f"a list of {layers} layers")
+        raise meta.make_error("attention.recurrent_layers", recurrent, f"a list of {layers} layers")
     kinds = ["linear_attention" if linear else "full_attention" for linear in recurrent]
     dense, shared = meta.integer("feed_forward_length", 0), meta.integer("expert_shared_feed_forward_length")
     return {
@@ -131,61 +131,63 @@ def _linear(meta: Metadata) -> Config:
     }
 
 
-def _qwen3_next(meta: Metadata, has: Has) -> Config:
-    found = {"model_type": "qwen3_next", **_linear(meta), "attention_bias": has("attn_q.bias")}
+def _qwen3_next(meta: Metadata, has_tensor: HasTensor) -> Config:
+    found = {"model_type": "qwen3_next", **_linear(meta), "attention_bias": has_tensor("attn_q.bias")}
     return found | {"norm_topk_prob": meta.flag("expert_weights_norm", True)}
 
 
-def _qwen3_5(meta: Metadata, has: Has) -> Config:
-    meta.only("expert_weights_norm", True)
+def _qwen3_5(meta: Metadata, has_tensor: HasTensor) -> Config:
+    meta.require_value("expert_weights_norm", True)
     meta.raw("rope.dimension_sections", None)  # angles of images; text has the same in all
-    return {"model_type": "qwen3_5_moe_text", **_linear(meta), "attention_bias": has("attn_q.bias")}
+    return {"model_type": "qwen3_5_moe_text", **_linear(meta), "attention_bias": has_tensor("attn_q.bias")}
 
 
-def _olmoe(meta: Metadata, has: Has) -> Config:
-    one_group(meta)
+def _olmoe(meta: Metadata, has_tensor: HasTensor) -> Config:
+    require_one_group(meta)
     return {
         "model_type": "olmoe",
-        **grouped(meta),
+        **read_grouped_query(meta),
         "num_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("feed_forward_length"),
         "norm_topk_prob": meta.flag("expert_weights_norm", False),
         "clip_qkv": meta.maybe_number("attention.clamp_kqv"),
-        "attention_bias": has("attn_q.bias"),
+        "attention_bias": has_tensor("attn_q.bias"),
     }
 
 
-def _mixtral(meta: Metadata, has: Has) -> Config:
+def _mixtral(meta: Metadata, has_tensor: HasTensor) -> Config:
     experts = meta.integer("expert_count", 0)
     if not experts:
-        raise meta.refused("expert_count", experts, "at least 1: llama without experts is not supported")
-    one_group(meta)
+        raise meta.make_error("expert_count", experts, "at least 1: llama without experts is not supported")
+    require_one_group(meta)
     return {
         "model_type": "mixtral",
-        **grouped(meta),
+        **read_grouped_query(meta),
         "num_local_experts": experts,
         "intermediate_size": meta.integer("feed_forward_length"),
     }
 
 
-def _granite(meta: Metadata, has: Has) -> Config:
-    one_group(meta)
+def _granite(meta: Metadata, has_tensor: HasTensor) -> Config:
+    require_one_group(meta)
     return {
         "model_type": "granitemoe",
-        **grouped(meta),
+        **read_grouped_query(meta),
         "num_local_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("feed_forward_length"),
         "attention_multiplier": meta.number("attention.scale", 1.0),
         "embedding_multiplier": meta.number("embedding_scale", 1.0),
         "residual_multiplier": meta.number("residual_scale", 1.0),
         "logits_scaling": meta.number("logit_scale", 1.0),
-        "attention_bias": has("attn_q.bias"),
+        "attention_bias": has_tensor("attn_q.bias"),
     }
 
 
-def _deepseek(meta: Metadata, has: Has) -> Config:
+def _deepseek(meta: Metadata, has_tensor: HasTensor) -> Config:
     """DeepSeek-V2 with a softmax, DeepSeek-V3, Kimi K2, Moonlight and GLM-4.7-Flash with sigmoids."""
-    sigmoid = meta.integer("expert_gating_func", SIGMOID if has("exp_probs_b.bias") else SOFTMAX) == SIGMOID
+    sigmoid = (
+        meta.integer("expert_gating_func", SIGMOID if has_tensor("exp_probs_b.bias") else SOFTMAX) == SIGMOID
+    )
     rotated, log = meta.integer("rope.dimension_count"), meta.maybe_number("rope.scaling.yarn_log_multiplier")
     scale = {} if not log else {name: round(10 * log, 7) for name in ("mscale", "mscale_all_dim")}
     key, value = meta.integer("attention.key_length"), meta.integer("attention.value_length")
@@ -198,12 +200,12 @@ def _deepseek(meta: Metadata, has: Has) -> Config:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": key - rotated,
         "v_head_dim": meta.integer("attention.value_length_mla", value),
-        **rope(meta, None, **scale),
+        **read_rope(meta, None, **scale),
     }
     if sigmoid:
         usual = DEEPSEEK_GROUPS.get(meta.integer("expert_count"), (1, 1))
-        return {"model_type": "deepseek_v3", **attention, **corrected(meta, *usual)}
-    meta.only("expert_gating_func", SOFTMAX)
+        return {"model_type": "deepseek_v3", **attention, **read_corrected_gate(meta, *usual)}
+    meta.require_value("expert_gating_func", SOFTMAX)
     groups = meta.integer("expert_group_count", 1)
     kept = meta.integer("expert_group_used_count", 1)
     limited = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": kept}
@@ -221,36 +223,36 @@ def _deepseek(meta: Metadata, has: Has) -> Config:
     }
 
 
-def _glm4(meta: Metadata, has: Has) -> Config:
+def _glm4(meta: Metadata, has_tensor: HasTensor) -> Config:
     rotated = meta.integer("rope.dimension_count")
-    heads = grouped(meta, rotated)
+    heads = read_grouped_query(meta, rotated)
     return {
         "model_type": "glm4_moe",
         **heads,
-        **corrected(meta),
+        **read_corrected_gate(meta),
         "norm_topk_prob": meta.flag("expert_weights_norm", True),
         "partial_rotary_factor": rotated / max(heads["head_dim"], 1),
-        "use_qk_norm": has("attn_q_norm.weight"),
-        "attention_bias": has("attn_q.bias"),
+        "use_qk_norm": has_tensor("attn_q_norm.weight"),
+        "attention_bias": has_tensor("attn_q.bias"),
     }
 
 
-def _dots(meta: Metadata, has: Has) -> Config:
+def _dots(meta: Metadata, has_tensor: HasTensor) -> Config:
     return {
         "model_type": "dots1",
-        **grouped(meta),
-        **corrected(meta),
-        "attention_bias": has("attn_q.bias"),
+        **read_grouped_query(meta),
+        **read_corrected_gate(meta),
+        "attention_bias": has_tensor("attn_q.bias"),
         "sliding_window": None,
     }
 
 
-def _ernie(meta: Metadata, has: Has) -> Config:
-    one_group(meta)
+def _ernie(meta: Metadata, has_tensor: HasTensor) -> Config:
+    require_one_group(meta)
     meta.raw("expert_shared_feed_forward_length", None)  # the tensors say it
     return {
         "model_type": "ernie4_5_moe",
-        **grouped(meta),
+        **read_grouped_query(meta),
         "moe_num_experts": meta.integer("expert_count"),
         "moe_k": meta.integer("expert_used_count"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
@@ -261,49 +263,49 @@ def _ernie(meta: Metadata, has: Has) -> Config:
     }
 
 
-def _minimax(meta: Metadata, has: Has) -> Config:
-    meta.only("expert_gating_func", SIGMOID)
-    meta.only("expert_weights_norm", True)
-    meta.only("expert_weights_scale", 1.0, 0.0)
+def _minimax(meta: Metadata, has_tensor: HasTensor) -> Config:
+    meta.require_value("expert_gating_func", SIGMOID)
+    meta.require_value("expert_weights_norm", True)
+    meta.require_value("expert_weights_scale", 1.0, 0.0)
     meta.raw("feed_forward_length", None)  # that of experts again
     rotated = meta.integer("rope.dimension_count")
     return {
         "model_type": "minimax_m2",
-        **grouped(meta, rotated),
+        **read_grouped_query(meta, rotated),
         "num_local_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("expert_feed_forward_length"),
         "rotary_dim": rotated,
     }
 
 
-def _gpt_oss(meta: Metadata, has: Has) -> Config:
+def _gpt_oss(meta: Metadata, has_tensor: HasTensor) -> Config:
     meta.raw("feed_forward_length", None)  # that of experts again
     width = meta.integer("attention.key_length")
-    meta.only("attention.value_length", width)
+    meta.require_value("attention.value_length", width)
     return {
         "model_type": "gpt_oss",
         "num_key_value_heads": meta.integer("attention.head_count_kv"),
         "head_dim": width,
-        "attention_bias": has("attn_q.bias"),
+        "attention_bias": has_tensor("attn_q.bias"),
         "num_local_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("expert_feed_forward_length"),
         "sliding_window": meta.integer("attention.sliding_window"),
-        **rope(meta, width, truncate=False),
+        **read_rope(meta, width, truncate=False),
     }
 
 
-def _lfm2(meta: Metadata, has: Has) -> Config:
+def _lfm2(meta: Metadata, has_tensor: HasTensor) -> Config:
     """Layers without key heads have a short convolution."""
-    meta.only("expert_gating_func", SIGMOID)
-    meta.only("expert_weights_norm", True)
-    meta.only("expert_weights_scale", 1.0, 0.0)
+    meta.require_value("expert_gating_func", SIGMOID)
+    meta.require_value("expert_weights_norm", True)
+    meta.require_value("expert_weights_scale", 1.0, 0.0)
     keys, layers = meta.raw("attention.head_count_kv"), meta.integer("block_count")
     counts = set(keys) - {0} if isinstance(keys, list) else set()
     if len(counts) != 1 or len(keys) != layers:
-        raise meta.refused("attention.head_count_kv", keys, f"a list of {layers}: 0, or the same number")
+        raise meta.make_error("attention.head_count_kv", keys, f"a list of {layers}: 0, or the same number")
     width = meta.integer("embedding_length") // max(meta.integer("attention.head_count"), 1)
-    meta.only("attention.key_length", width)
-    meta.only("attention.value_length", width)
+    meta.require_value("attention.key_length", width)
+    meta.require_value("attention.value_length", width)
     return {
         "model_type": "lfm2_moe",
         "num_key_value_heads": counts.pop(),
@@ -314,8 +316,8 @@ def _lfm2(meta: Metadata, has: Has) -> Config:
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
         "num_dense_layers": meta.integer("leading_dense_block_count"),
         "conv_L_cache": meta.integer("shortconv.l_cache"),
-        "use_expert_bias": has("exp_probs_b.bias"),
-        **rope(meta, width),
+        "use_expert_bias": has_tensor("exp_probs_b.bias"),
+        **read_rope(meta, width),
     }
 
 
@@ -330,22 +332,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granitemoe": Architecture(
         _granite,
         Names(gate="block_sparse_moe.router.layer", experts="block_sparse_moe.experts"),
-        permuted=True,
+        has_permuted_heads=True,
     ),
     "lfm2moe": Architecture(_lfm2, LFM2_NAMES),
-    "llama": Architecture(_mixtral, MIXED_NAMES, permuted=True),
+    "llama": Architecture(_mixtral, MIXED_NAMES, has_permuted_heads=True),
     "minimax-m2": Architecture(_minimax, MIXED_NAMES),
     "olmoe": Architecture(_olmoe),
-    "qwen2moe": Architecture(_qwen2, Names(shared="mlp.shared_expert")),
-    "qwen35moe": Architecture(_qwen3_5, Names(shared="mlp.shared_expert"), one_added=True, tiled=True),
+    "qwen2moe": Architecture(_qwen2, Names(shared_experts="mlp.shared_expert")),
+    "qwen35moe": Architecture(
+        _qwen3_5, Names(shared_experts="mlp.shared_expert"), has_norm_offset=True, has_tiled_heads=True
+    ),
     "qwen3moe": Architecture(_qwen3),
     "qwen3next": Architecture(
         _qwen3_next,
         Names(
-            shared="mlp.shared_expert",
-            mixed=("linear_attn.in_proj_qkvz.mixed", "linear_attn.in_proj_qkvz.gate"),
+            shared_experts="mlp.shared_expert",
+            linear_projections=("linear_attn.in_proj_qkvz.mixed", "linear_attn.in_proj_qkvz.gate"),
         ),
-        one_added=True,
+        has_norm_offset=True,
     ),
 }
 """general.architecture -> how it is read."""

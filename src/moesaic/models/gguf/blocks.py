@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.kernels.quantized import Bytes, Floats
+from moesaic.kernels.quantized_layout import Bytes, Floats
 
 NUMBERS = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of plain numbers -> bytes of one."""
@@ -57,11 +57,11 @@ def row_bytes(kind: str, columns: int) -> int:
     return columns // block.numbers * block.size
 
 
-def decoded(kind: str, stored: Bytes) -> Parts:
+def decode_rows(kind: str, stored_rows: Bytes) -> Parts:
     """The codes, scales and offsets of rows [rows, row_bytes] of a quantised type."""
     block = BLOCKS[kind]
-    codes, scales, offsets = block.read(np.ascontiguousarray(stored).reshape(-1, block.size))
-    rows = len(stored)
+    codes, scales, offsets = block.read(np.ascontiguousarray(stored_rows).reshape(-1, block.size))
+    rows = len(stored_rows)
     return (
         codes.reshape(rows, -1),
         scales.reshape(rows, -1),
@@ -69,21 +69,21 @@ def decoded(kind: str, stored: Bytes) -> Parts:
     )
 
 
-def _half(blocks: Bytes, at: int) -> Floats:
-    """The float16 number at byte `at` of each block, as [n, 1] float32."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+def _half(blocks: Bytes, offset: int) -> Floats:
+    """The float16 number at byte `offset` of each block, as [n, 1] float32."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
 
 
-def _halves(packed: Bytes) -> Bytes:
+def _unpack_16(packed_codes: Bytes) -> Bytes:
     """Codes of four bits of bytes [n, m]: first the low halves of 16 bytes, then their high halves."""
-    parts = packed.reshape(len(packed), -1, 1, 16)
+    parts = packed_codes.reshape(len(packed_codes), -1, 1, 16)
     found: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
-    return found.reshape(len(packed), -1)
+    return found.reshape(len(packed_codes), -1)
 
 
-def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
-    """Bit i of the 32-bit word at byte `at` of each block, as 16 or 0, in column i."""
-    bits = np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little")
+def _fifth_bits(blocks: Bytes, offset: int) -> Bytes:
+    """Bit i of the 32-bit word at byte `offset` of each block, as 16 or 0, in column i."""
+    bits = np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little")
     found: Bytes = bits << np.uint8(4)
     return found
 
@@ -93,25 +93,25 @@ def _q8_0(blocks: Bytes) -> Parts:
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    return _halves(blocks[:, 2:]), _half(blocks, 0), None
+    return _unpack_16(blocks[:, 2:]), _half(blocks, 0), None
 
 
 def _q4_1(blocks: Bytes) -> Parts:
-    return _halves(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+    return _unpack_16(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
 
 
 def _q5_0(blocks: Bytes) -> Parts:
-    codes = _halves(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    codes = _unpack_16(blocks[:, 6:]) | _fifth_bits(blocks, 2)
     return (codes.view(np.int8) - np.int8(16)).view(np.uint8), _half(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
-    codes = _halves(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    codes = _unpack_16(blocks[:, 8:]) | _fifth_bits(blocks, 4)
     return codes, _half(blocks, 0), _half(blocks, 2)
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    return IQ4[_halves(blocks[:, 2:])], _half(blocks, 0), None
+    return IQ4[_unpack_16(blocks[:, 2:])], _half(blocks, 0), None
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
@@ -119,14 +119,14 @@ def _iq4_xs(blocks: Bytes) -> Parts:
     low = blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8) & np.uint8(15)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = low.reshape(-1, 8).astype(np.float32) + 16 * high.astype(np.float32) - 32
-    return IQ4[_halves(blocks[:, 8:])], _half(blocks, 0) * scales, None
+    return IQ4[_unpack_16(blocks[:, 8:])], _half(blocks, 0) * scales, None
 
 
 def _mxfp4(blocks: Bytes) -> Parts:
     exponents = blocks[:, :1]
     number = exponents != 255
     powers = np.ldexp(np.float32(1), np.where(number, exponents, 127).astype(np.int32) - 127)
-    return _halves(blocks[:, 1:]), np.where(number, powers, np.float32(np.nan)), None
+    return _unpack_16(blocks[:, 1:]), np.where(number, powers, np.float32(np.nan)), None
 
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -138,20 +138,20 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
 
 
-def _by_32(packed: Bytes) -> Bytes:
+def _unpack_32(packed_codes: Bytes) -> Bytes:
     """Codes of four bits of bytes [n, m]: first the low halves of 32 bytes, then their high halves."""
-    parts = packed.reshape(len(packed), -1, 1, 32)
+    parts = packed_codes.reshape(len(packed_codes), -1, 1, 32)
     found: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
-    return found.reshape(len(packed), -1)
+    return found.reshape(len(packed_codes), -1)
 
 
 def _q4_k(blocks: Bytes) -> Parts:
-    return _by_32(blocks[:, 16:]), *_scales_and_minima(blocks)
+    return _unpack_32(blocks[:, 16:]), *_scales_and_minima(blocks)
 
 
 def _q5_k(blocks: Bytes) -> Parts:
     bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    codes = _by_32(blocks[:, 48:]) | bits.reshape(len(blocks), -1) << np.uint8(4)
+    codes = _unpack_32(blocks[:, 48:]) | bits.reshape(len(blocks), -1) << np.uint8(4)
     return codes, *_scales_and_minima(blocks)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 from moesaic.models.gguf.blocks import ALLOWED, NAMES, row_bytes
 
 SUFFIX = ".gguf"
@@ -100,11 +100,11 @@ def read(file: Path) -> Header:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def read_texts(file: Path, where: Texts) -> list[str]:
+def read_texts(file: Path, texts: Texts) -> list[str]:
     """Reads a list of texts. Raises CheckpointError for one that is not UTF-8."""
-    data, found, at = _bytes(file, where.begin, where.end), [], 0
+    data, found, at = _bytes(file, texts.begin, texts.end), [], 0
     try:
-        for _ in range(where.count):
+        for _ in range(texts.count):
             size = int.from_bytes(data[at : at + 8], "little")
             found.append(data[at + 8 : at + 8 + size].decode())
             at += 8 + size
@@ -136,7 +136,7 @@ def length(beginning: bytes, size: int) -> int:
         _header(cursor)
     except _Longer as error:
         return error.least
-    return cursor.at
+    return cursor.offset
 
 
 @lru_cache(maxsize=64)
@@ -165,15 +165,15 @@ class _Cursor:
         """data: the file, or its beginning. size: bytes of the whole file."""
         self.data = data
         self.size = size
-        self.at = 0
+        self.offset = 0
 
     def take(self, size: int) -> bytes:
-        if size > self.size - self.at:
-            raise ValueError(f"{_DAMAGED}: {size} bytes at {self.at} of {self.size}")
-        if size > len(self.data) - self.at:
-            raise _Longer(self.at + size)
-        found = self.data[self.at : self.at + size]
-        self.at += size
+        if size > self.size - self.offset:
+            raise ValueError(f"{_DAMAGED}: {size} bytes at {self.offset} of {self.size}")
+        if size > len(self.data) - self.offset:
+            raise _Longer(self.offset + size)
+        found = self.data[self.offset : self.offset + size]
+        self.offset += size
         return found
 
     def number(self, letter: str) -> Any:
@@ -184,11 +184,11 @@ class _Cursor:
         try:
             return found.decode()
         except UnicodeDecodeError as error:
-            raise ValueError(f"{_DAMAGED}: a text that is not UTF-8 before byte {self.at}") from error
+            raise ValueError(f"{_DAMAGED}: a text that is not UTF-8 before byte {self.offset}") from error
 
     def texts(self, count: int) -> Texts:
         """Skips that many texts."""
-        begin, at, here = self.at, self.at, len(self.data)
+        begin, at, here = self.offset, self.offset, len(self.data)
         if 8 * count > self.size - begin:
             raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {self.size}")
         for _ in range(count):
@@ -200,7 +200,7 @@ class _Cursor:
             if end > here:
                 raise _Longer(end)
             at = end
-        self.at = at
+        self.offset = at
         return Texts(begin, at, count)
 
     def value(self, kind: int) -> Any:
@@ -210,13 +210,13 @@ class _Cursor:
         if kind == _TEXT:
             return self.text()
         if kind != _ARRAY:
-            raise ValueError(f"{_DAMAGED}: metadata of type {kind} at byte {self.at}")
+            raise ValueError(f"{_DAMAGED}: metadata of type {kind} at byte {self.offset}")
         inner, count = self.number("I"), self.number("Q")
         if inner in _SCALARS:
             letter = _SCALARS[inner]
             return np.frombuffer(self.take(count * struct.calcsize(f"<{letter}")), f"<{letter}").tolist()
         if inner != _TEXT:
-            raise ValueError(f"{_DAMAGED}: a list of type {inner} at byte {self.at}")
+            raise ValueError(f"{_DAMAGED}: a list of type {inner} at byte {self.offset}")
         return self.texts(count)
 
 
@@ -225,7 +225,7 @@ def _header(cursor: _Cursor) -> Header:
         raise ValueError("this is a Git LFS pointer, not the file itself: run git lfs pull there")
     if cursor.data[:4] != b"GGUF":
         raise ValueError(f"not a GGUF file (it begins with {cursor.data[:4]!r})")
-    cursor.at = 4
+    cursor.offset = 4
     version = cursor.number("I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
@@ -239,13 +239,13 @@ def _header(cursor: _Cursor) -> Header:
     entries = [_entry(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
-        raise ValueError(f"general.alignment: got {shown(repr(alignment))}; allowed: a multiple of 8")
-    begin = -(-cursor.at // alignment) * alignment
+        raise ValueError(f"general.alignment: got {shorten(repr(alignment))}; allowed: a multiple of 8")
+    begin = -(-cursor.offset // alignment) * alignment
     found: dict[str, Tensor] = {}
     for name, kind, shape, offset in entries:
         if name in found:
-            raise ValueError(f"{_DAMAGED}: two tensors {shown(name)}")
-        found[name] = _placed(name, kind, shape, begin + offset, cursor.size, alignment)
+            raise ValueError(f"{_DAMAGED}: two tensors {shorten(name)}")
+        found[name] = _build_tensor(name, kind, shape, begin + offset, cursor.size, alignment)
     return Header(metadata, found)
 
 
@@ -253,20 +253,22 @@ def _entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
     """Name, type, shape and offset of a tensor."""
     name, axes = cursor.text(), cursor.number("I")
     if not 1 <= axes <= MOST_AXES:
-        raise ValueError(f"{_DAMAGED}: tensor {shown(name)} has {axes} axes; allowed: 1 to {MOST_AXES}")
+        raise ValueError(f"{_DAMAGED}: tensor {shorten(name)} has {axes} axes; allowed: 1 to {MOST_AXES}")
     shape = tuple(cursor.number("Q") for _ in range(axes))[::-1]
     kind, offset = cursor.number("I"), cursor.number("Q")
     return name, kind, shape, offset
 
 
-def _placed(name: str, number: int, shape: tuple[int, ...], offset: int, end: int, alignment: int) -> Tensor:
+def _build_tensor(
+    name: str, number: int, shape: tuple[int, ...], offset: int, end: int, alignment: int
+) -> Tensor:
     kind = NAMES.get(number, f"number {number}")
     if kind not in ALLOWED:
-        raise ValueError(f"tensor {shown(name)}: got type {kind}; allowed: {', '.join(ALLOWED)}")
+        raise ValueError(f"tensor {shorten(name)}: got type {kind}; allowed: {', '.join(ALLOWED)}")
     try:
         size = row_bytes(kind, shape[-1]) * math.prod(shape[:-1])
     except ValueError as error:
-        raise ValueError(f"tensor {shown(name)}: got {error}") from error
+        raise ValueError(f"tensor {shorten(name)}: got {error}") from error
     if offset % alignment or offset + size > end:
-        raise ValueError(f"{_DAMAGED}: tensor {shown(name)} has {size} bytes at {offset} of {end}")
+        raise ValueError(f"{_DAMAGED}: tensor {shorten(name)} has {size} bytes at {offset} of {end}")
     return Tensor(kind, shape, offset, size)

@@ -27,17 +27,17 @@ Fetch = Callable[[int, int], tuple[bytes, int]]
 
 
 @dataclass(frozen=True)
-class OnHub:
+class HubFile:
     """A file of a repository, or the first of several."""
 
     repository: str
-    wanted: str
+    selector: str
     """Its name, or a word in it that is like Q4_K_M. Empty: the only model of the repository."""
 
     @property
     def name(self) -> str:
         """How a model is called that is this file."""
-        return f"{self.repository}:{self.wanted}"
+        return f"{self.repository}:{self.selector}"
 
     def files(self, names: Collection[str]) -> list[str]:
         """The files of the model in order, of all files of the repository.
@@ -49,31 +49,31 @@ class OnHub:
         if len(found) != 1:
             which = found if found else every
             listed = ", ".join(which[:SHOWN]) + (", .." if len(which) > SHOWN else "")
-            how = "" if self.wanted else f" as {self.repository}:FILE"
+            how = "" if self.selector else f" as {self.repository}:FILE"
             allowed = f"one of its files{how}: {listed}" if which else "a repository with GGUF files"
-            raise ConfigError.field("model", self.name if self.wanted else self.repository, allowed)
+            raise ConfigError.field("model", self.name if self.selector else self.repository, allowed)
         split = SPLIT.fullmatch(found[0])
         if split is None:
             return found
         return [f"{split[1]}-{each:05}-of-{split[3]}{SUFFIX}" for each in range(1, int(split[3]) + 1)]
 
     def _fits(self, name: str) -> bool:
-        if not self.wanted or self.wanted.endswith(SUFFIX):
-            return self.wanted in ("", name)
+        if not self.selector or self.selector.endswith(SUFFIX):
+            return self.selector in ("", name)
         split = SPLIT.fullmatch(name)
         stem = name.removesuffix(SUFFIX) if split is None else split[1]
-        word = rf"(?:^|.*[-._/]){re.escape(self.wanted)}(?:[-./].*)?"
+        word = rf"(?:^|.*[-._/]){re.escape(self.selector)}(?:[-./].*)?"
         return re.fullmatch(word, stem, re.IGNORECASE) is not None
 
 
-def on_hub(model: str) -> OnHub | None:
+def parse_hub_file(model: str) -> HubFile | None:
     """The file that the name of a model stands for; None for all other names.
 
-    >>> on_hub("org/name:Q4_K_M")
-    OnHub(repository='org/name', wanted='Q4_K_M')
+    >>> parse_hub_file("org/name:Q4_K_M")
+    HubFile(repository='org/name', selector='Q4_K_M')
     """
     found = NAME.fullmatch(model)
-    return None if found is None else OnHub(found[1], found[2])
+    return None if found is None else HubFile(found[1], found[2])
 
 
 def _models(names: Collection[str]) -> set[str]:

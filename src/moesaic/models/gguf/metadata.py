@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 
 _REQUIRED = object()
 IGNORED = (
@@ -39,14 +39,14 @@ class Metadata:
 
     def __init__(self, file: object, architecture: str, metadata: Mapping[str, Any]) -> None:
         """file: for messages."""
-        self._file, self._front, self._all = file, f"{architecture}.", metadata
-        self._seen = {f"{self._front}{name}" for name in IGNORED}
+        self._file, self._front, self._metadata = file, f"{architecture}.", metadata
+        self._read_keys = {f"{self._front}{name}" for name in IGNORED}
 
     def raw(self, name: str, default: Any = _REQUIRED) -> Any:
         """A value without checks."""
         key = self._front + name
-        self._seen.add(key)
-        found = self._all.get(key, default)
+        self._read_keys.add(key)
+        found = self._metadata.get(key, default)
         if found is _REQUIRED:
             raise CheckpointError(f"{self._file}: {key} is missing")
         return found
@@ -55,7 +55,7 @@ class Metadata:
         """An integer of at least 0."""
         value = self.raw(name, default)
         if type(value) is not int or value < 0:
-            raise self.refused(name, value, "an integer of at least 0")
+            raise self.make_error(name, value, "an integer of at least 0")
         return value
 
     def maybe_integer(self, name: str) -> int | None:
@@ -66,7 +66,7 @@ class Metadata:
         """A finite number."""
         value = self.raw(name, default)
         if type(value) not in (int, float) or not np.isfinite(value):
-            raise self.refused(name, value, "a number")
+            raise self.make_error(name, value, "a number")
         return shortest(value)
 
     def maybe_number(self, name: str) -> float | None:
@@ -77,25 +77,27 @@ class Metadata:
         """True or false."""
         value = self.raw(name, default)
         if type(value) is not bool:
-            raise self.refused(name, value, "true, false")
+            raise self.make_error(name, value, "true, false")
         return value
 
-    def only(self, name: str, *allowed: Any) -> None:
+    def require_value(self, name: str, *allowed_values: Any) -> None:
         """Refuses any value but these. There may be no such key."""
-        value = self.raw(name, allowed[0])
-        if value not in allowed:
-            raise self.refused(name, value, ", ".join(map(str, allowed)))
+        value = self.raw(name, allowed_values[0])
+        if value not in allowed_values:
+            raise self.make_error(name, value, ", ".join(map(str, allowed_values)))
 
-    def refused(self, name: str, value: Any, allowed: str) -> CheckpointError:
+    def make_error(self, name: str, value: Any, allowed_values: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._file}: {self._front}{name}: got {shown(repr(value))}; allowed: {allowed}"
+            f"{self._file}: {self._front}{name}: got {shorten(repr(value))}; allowed: {allowed_values}"
         )
 
-    def done(self) -> None:
+    def refuse_unread(self) -> None:
         """Raises CheckpointError for the first key of the architecture that was not read."""
-        left = sorted(key for key in self._all if key.startswith(self._front) and key not in self._seen)
+        left = sorted(
+            key for key in self._metadata if key.startswith(self._front) and key not in self._read_keys
+        )
         if left:
             raise CheckpointError(
-                f"{self._file}: {shown(left[0])}: got {shown(repr(self._all[left[0]]))}; allowed: keys that "
-                "are known for this architecture"
+                f"{self._file}: {shorten(left[0])}: got {shorten(repr(self._metadata[left[0]]))}; "
+                "allowed: keys that are known for this architecture"
             )

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 from moesaic.models.gguf import header
 from moesaic.models.gguf.architectures import ARCHITECTURES, Architecture
 from moesaic.models.gguf.blocks import NUMBERS
 from moesaic.models.gguf.header import Tensor
 from moesaic.models.gguf.metadata import Metadata, shortest
-from moesaic.models.gguf.shared_keys import common
+from moesaic.models.gguf.shared_keys import read_common
 
 METHOD = "gguf"
 """quant_method of its config, whether or not tensors are quantised."""
@@ -26,7 +26,7 @@ _GATES = ("gate.weight", "router.weight", "router.layer.weight")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor of the model."""
 
     file: Path
@@ -57,21 +57,21 @@ class Model:
     def architecture(self) -> Architecture:
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            got, allowed = shown(repr(name)), ", ".join(ARCHITECTURES)
+            got, allowed = shorten(repr(name)), ", ".join(ARCHITECTURES)
             raise CheckpointError(f"{self.path}: general.architecture: got {got}; allowed: {allowed}")
         return ARCHITECTURES[name]
 
     @cached_property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor of all files. Matrices of all experts are [E, o, i]."""
-        names, found = self.architecture.names, dict[str, Stored]()
+        names, found = self.architecture.names, dict[str, StoredTensor]()
         for file, one in self._headers.items():
             for name, tensor in one.tensors.items():
                 plain = names.plain(name)
                 if plain in found:
-                    raise CheckpointError(f"{file}: tensor {shown(name)} is there twice, as {plain}")
+                    raise CheckpointError(f"{file}: tensor {shorten(name)} is there twice, as {plain}")
                 shape = names.shape(name, tensor.shape)
-                found[plain] = Stored(file, Tensor(tensor.kind, shape, tensor.offset, tensor.size))
+                found[plain] = StoredTensor(file, Tensor(tensor.kind, shape, tensor.offset, tensor.size))
         return found
 
     @cached_property
@@ -83,7 +83,7 @@ class Model:
         if _EMBEDDING not in every or len(every[_EMBEDDING].shape) != 2:
             raise CheckpointError(f"{self.path}: tensor {_EMBEDDING} is missing, or is no matrix")
         meta = Metadata(self.path, str(name), self.metadata)
-        found = common(meta) | architecture.config(meta, endings.__contains__)
+        found = read_common(meta) | architecture.config(meta, endings.__contains__)
         if "moe_k" in found:  # as ernie calls it
             del found["num_experts_per_tok"]
         if "norm_eps" in found:  # as LFM2 calls it
@@ -93,16 +93,19 @@ class Model:
             found["num_nextn_predict_layers"] = extra
         elif found["model_type"] in ("deepseek_v3", "glm4_moe"):  # whose own default is another one
             found["num_nextn_predict_layers"] = 0
-        meta.done()
+        meta.refuse_unread()
         scheme: dict[str, Any] = {"quant_method": METHOD}
-        if architecture.permuted:
+        if architecture.has_permuted_heads:
             heads = found["num_attention_heads"], found["num_key_value_heads"]
             scheme |= {"permuted_heads": list(heads)}
-        if architecture.one_added:
+        if architecture.has_norm_offset:
             scheme |= {"one_added": True}
         if "linear_num_key_heads" in found:
             sizes = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
-            scheme |= {"linear_heads": [found[size] for size in sizes], "tiled_heads": architecture.tiled}
+            scheme |= {
+                "linear_heads": [found[size] for size in sizes],
+                "tiled_heads": architecture.has_tiled_heads,
+            }
         return found | {
             "vocab_size": every[_EMBEDDING].shape[0],
             "tie_word_embeddings": _HEAD not in every,

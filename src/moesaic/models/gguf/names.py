@@ -60,13 +60,13 @@ class Names:
     correction: str = "mlp.gate.e_score_correction_bias"
     correction_axes: int = 0
     """Axes of that bias in front of the one of the experts."""
-    shared: str = "mlp.shared_experts"
+    shared_experts: str = "mlp.shared_experts"
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Of an expert's gate, up and down."""
-    others: Mapping[str, str] = field(default_factory=dict)
+    family_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of a layer that this family calls otherwise: the file's word -> after "model.layers.N."."""
-    mixed: tuple[str, str] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    linear_projections: tuple[str, str] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
     """Projections of linear attention to query, key and value, and to the gate of the output."""
 
     def plain(self, name: str) -> str:
@@ -81,7 +81,7 @@ class Names:
         if found is None:
             return OUTSIDE.get(name, name)
         layer, rest = found.groups()
-        plain = self._inside(rest)
+        plain = self._plain_part(rest)
         return name if plain is None else f"model.layers.{layer}.{plain}"
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -94,20 +94,20 @@ class Names:
             return (shape[0], 1, shape[1])
         return shape
 
-    def _inside(self, rest: str) -> str | None:
-        word, _, ending = rest.rpartition(".")
-        if rest in _WHOLE:
-            return _WHOLE[rest]
-        if rest == "exp_probs_b.bias":
+    def _plain_part(self, part_name: str) -> str | None:
+        word, _, ending = part_name.rpartition(".")
+        if part_name in _WHOLE:
+            return _WHOLE[part_name]
+        if part_name == "exp_probs_b.bias":
             return self.correction
         if word == "ffn_gate_inp":
             return f"{self.gate}.{ending}"
         if word == "ffn_gate_up_exps" and ending == "weight":
             return f"{self.experts}.gate_up_proj"
         if word in ("attn_qkv", "attn_gate"):
-            return f"{self.mixed[word == 'attn_gate']}.{ending}"
-        if word in self.others or word in _INSIDE:
-            return f"{self.others.get(word) or _INSIDE[word]}.{ending}"
+            return f"{self.linear_projections[word == 'attn_gate']}.{ending}"
+        if word in self.family_names or word in _INSIDE:
+            return f"{self.family_names.get(word) or _INSIDE[word]}.{ending}"
         apart = re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", word)  # experts one by one, as in early files
         if apart is not None:
             return f"{self.experts}.{apart[2]}.{self.words[_PARTS[apart[1]]]}.{ending}"
@@ -117,4 +117,4 @@ class Names:
         part = _PARTS[found[1]]
         if found[2] == "exps":
             return f"{self.experts}.{self.words[part]}.{ending}"
-        return f"{self.shared}.{found[1]}_proj.{ending}"
+        return f"{self.shared_experts}.{found[1]}_proj.{ending}"

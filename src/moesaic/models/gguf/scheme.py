@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANTIZED
-from moesaic.kernels.quantized import dequantize, pack
+from moesaic.kernels.quantized_layout import dequantize, pack
 from moesaic.models.config import Fields
-from moesaic.models.gguf.blocks import BLOCKS, NUMBERS, decoded
-from moesaic.models.quantization.scheme import Array, Coded, Floats, Kinds, Matrix, Part
+from moesaic.models.gguf.blocks import BLOCKS, NUMBERS, decode_rows
+from moesaic.models.quantization.scheme import Array, CodedMatrix, Floats, Kinds, Matrix, Part
 
 EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
 BIASES = re.compile(r"(.+\.experts)\.(\d+)\.(gate_up|down)_proj_bias")
@@ -33,13 +33,13 @@ Order = npt.NDArray[np.int64]
 class Gguf:
     """The matrices of a GGUF file that are not plain numbers in moesaic's own order."""
 
-    permuted: tuple[int, int] | None = None
+    permuted_heads: tuple[int, int] | None = None
     """Query and key heads, if the rows of these heads stand in another order in the file."""
-    one_added: bool = False
+    has_norm_offset: bool = False
     """Whether one was added to the weights of norms, other than that of linear attention's output."""
     linear: tuple[int, int, int] | None = None
     """Key heads and value heads of linear attention, and the width of a value head."""
-    tiled: bool = False
+    has_tiled_heads: bool = False
     """Whether the file has first one value head of each key head, then the next of each."""
     dtype = "float32"
 
@@ -56,7 +56,7 @@ class Gguf:
             return self._halves(name, rows, columns, kinds)
         return None
 
-    def other(self, name: str, shape: Sequence[int], kinds: Kinds, /) -> Matrix | None:
+    def find_tensor(self, name: str, shape: Sequence[int], kinds: Kinds, /) -> Matrix | None:
         """A tensor that is no matrix, where the file has other numbers than ours, or another order.
 
         The biases of an expert: those of gate and up in turn, or that of down. Those of permuted heads.
@@ -65,12 +65,12 @@ class Gguf:
         kind, size = kinds(name), math.prod(shape)
         if kind in NUMBERS:
             order = self._order(name.removesuffix(".weight").removesuffix(".bias"), shape[0])
-            less = self.one_added and name.endswith("norm.weight") and ".linear_attn." not in name
+            less = self.has_norm_offset and name.endswith("norm.weight") and ".linear_attn." not in name
             if order is None and not less:
                 return None
             part = Part(name, tuple(NUMBERS), tuple(shape))
             return Matrix(
-                name, 1, size, "float32", (part,), _less_one if less else partial(_make, "F32", order)
+                name, 1, size, "float32", (part,), _subtract_one if less else partial(_make, "F32", order)
             )
         found = BIASES.fullmatch(name)
         if found is None or kinds(f"{found[1]}.down_proj.bias") is None:
@@ -78,17 +78,17 @@ class Gguf:
         words = ("gate_proj", "up_proj") if found[3] == "gate_up" else ("down_proj",)
         half, index = (-1, size // len(words)), (int(found[2]),)
         parts = tuple(Part(f"{found[1]}.{word}.bias", tuple(NUMBERS), half, index) for word in words)
-        return Matrix(name, 1, size, "float32", parts, _in_turn)
+        return Matrix(name, 1, size, "float32", parts, _interleave)
 
     def _order(self, name: str, rows: int) -> Order | None:
         """Where our rows of a tensor are in the file; None: in the same places."""
-        if self.permuted is not None and name.endswith((".q_proj", ".k_proj")):
-            return _own_order(name, rows, self.permuted[name.endswith(".k_proj")])
-        if self.tiled and name.endswith((*OF_CHANNELS, *OF_HEADS)):
-            return self._untiled(name, rows, name.endswith(OF_HEADS))
+        if self.permuted_heads is not None and name.endswith((".q_proj", ".k_proj")):
+            return _own_order(name, rows, self.permuted_heads[name.endswith(".k_proj")])
+        if self.has_tiled_heads and name.endswith((*OF_CHANNELS, *OF_HEADS)):
+            return self._order_value_heads(name, rows, name.endswith(OF_HEADS))
         return None
 
-    def _untiled(self, name: str, rows: int, of_heads: bool = False) -> Order:
+    def _order_value_heads(self, name: str, rows: int, of_heads: bool = False) -> Order:
         """Where our rows of value heads are in the file. They are the last ones. of_heads: one row a head."""
         assert self.linear is not None
         keys, values, width = self.linear
@@ -100,18 +100,18 @@ class Gguf:
 
     def _plain(self, name: str, rows: int, columns: int, kind: str) -> Matrix | None:
         order, across = self._order(name, rows), None
-        if self.tiled and name.endswith(".linear_attn.out_proj"):
-            across = self._untiled(name, columns)
+        if self.has_tiled_heads and name.endswith(".linear_attn.out_proj"):
+            across = self._order_value_heads(name, columns)
         if order is None and across is None and kind in NUMBERS:
             return None
         part = Part(f"{name}.weight", (kind,), (rows, columns))
         groups = None if across is None or kind in NUMBERS else _whole_groups(kind, across)
         dtype = "float32" if kind in NUMBERS else BLOCKS[kind].dtype
-        make: Callable[..., Coded | Floats] = partial(_make, kind, order)
+        make: Callable[..., CodedMatrix | Floats] = partial(_make, kind, order)
         if across is not None and groups is not None:
-            make = partial(_groups_across, kind, across, groups)
+            make = partial(_reorder_groups, kind, across, groups)
         elif across is not None:
-            make, dtype = partial(_across, kind, across), "float32"
+            make, dtype = partial(_reorder_columns, kind, across), "float32"
         return Matrix(name, rows, columns, dtype, (part,), make, in_bf16=kind == "BF16")
 
     def _by_head(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
@@ -124,15 +124,15 @@ class Gguf:
         if types[0] is None or types[1] is None or self.linear is None:
             return None
         parts = Part(mixed, (types[0],), (-1, columns)), Part(gate, (types[1],), (-1, columns))
-        make = partial(_heads_joined, self.linear[0], rows, types[0], types[1])
+        make = partial(_join_heads, self.linear[0], rows, types[0], types[1])
         alike = types[0] == types[1] and types[0] not in NUMBERS
         dtype = BLOCKS[types[0]].dtype if alike else "float32"
         return Matrix(name, rows, columns, dtype, parts, make, in_bf16=types == ("BF16", "BF16"))
 
     def _expert(
-        self, name: str, found: re.Match[str], rows: int, columns: int, kinds: Kinds
+        self, name: str, match: re.Match[str], rows: int, columns: int, kinds: Kinds
     ) -> Matrix | None:
-        prefix, expert, word = found.groups()
+        prefix, expert, word = match.groups()
         tensor, shape, index = f"{prefix}.{word}.weight", (-1, rows, columns), (int(expert), slice(None))
         if kinds(tensor) is None and word in FUSED:
             tensor, shape = f"{prefix}.gate_up_proj", (-1, 2 * rows, columns)
@@ -150,19 +150,21 @@ class Gguf:
         if types[0] is None or types[1] is None:
             return None
         parts = Part(key, (types[0],), (-1, columns, -1)), Part(value, (types[1],), (-1, -1, columns))
-        return Matrix(name, rows, columns, "float32", parts, partial(_joined, rows, types[0], types[1]))
+        return Matrix(
+            name, rows, columns, "float32", parts, partial(_join_keys_and_values, rows, types[0], types[1])
+        )
 
 
-def _make(kind: str, order: Order | None, stored: Array) -> Coded | Floats:
+def _make(kind: str, order: Order | None, array: Array) -> CodedMatrix | Floats:
     if kind in NUMBERS:
-        return stored if order is None else stored[order]
-    codes, scales, offsets = decoded(kind, stored if order is None else stored[order])
-    return Coded(codes, scales, offsets)
+        return array if order is None else array[order]
+    codes, scales, offsets = decode_rows(kind, array if order is None else array[order])
+    return CodedMatrix(codes, scales, offsets)
 
 
-def _across(kind: str, order: Order, stored: Array) -> Floats:
+def _reorder_columns(kind: str, order: Order, array: Array) -> Floats:
     """The numbers of a matrix whose columns stand in another order in the file."""
-    found: Floats = _numbers(kind, stored)[:, order]
+    found: Floats = _numbers(kind, array)[:, order]
     return found
 
 
@@ -174,31 +176,38 @@ def _whole_groups(kind: str, order: Order) -> Order | None:
     return firsts // size if not (firsts % size).any() and np.array_equal(order, moved) else None
 
 
-def _groups_across(kind: str, order: Order, groups: Order, stored: Array) -> Coded:
+def _reorder_groups(kind: str, order: Order, groups: Order, array: Array) -> CodedMatrix:
     """As `_across` for a quantised matrix of which whole groups stand in another order."""
-    codes, scales, offsets = decoded(kind, stored)
-    return Coded(codes[:, order], scales[:, groups], None if offsets is None else offsets[:, groups])
+    codes, scales, offsets = decode_rows(kind, array)
+    return CodedMatrix(codes[:, order], scales[:, groups], None if offsets is None else offsets[:, groups])
 
 
-def _less_one(stored: Array) -> Floats:
+def _subtract_one(weights: Array) -> Floats:
     """Weights of a norm that one was added to. Adding it again gives the same bits."""
-    found: Floats = stored - np.float32(1.0)
+    found: Floats = weights - np.float32(1.0)
     return found
 
 
-def _heads_joined(
-    heads: int, rows: int, of_mixed: str, of_gate: str, mixed: Array, gate: Array
-) -> Coded | Floats:
+def _join_heads(
+    heads: int, rows: int, mixed_kind: str, gate_kind: str, mixed_rows: Array, gate_rows: Array
+) -> CodedMatrix | Floats:
     """mixed [queries + keys + values, h], gate [values, h] -> [rows, h], head by head."""
-    width = (len(mixed) - len(gate)) // 2
-    if not heads or len(mixed) + len(gate) != rows or width < 0 or width % heads or len(gate) % heads:
-        problem = f"got {len(mixed)} and {len(gate)} rows; allowed: together {rows} rows of {heads} key heads"
+    width = (len(mixed_rows) - len(gate_rows)) // 2
+    if (
+        not heads
+        or len(mixed_rows) + len(gate_rows) != rows
+        or width < 0
+        or width % heads
+        or len(gate_rows) % heads
+    ):
+        got = f"got {len(mixed_rows)} and {len(gate_rows)} rows"
+        problem = f"{got}; allowed: together {rows} rows of {heads} key heads"
         raise CheckpointError(f"weight: {problem}")
-    parts = np.split(np.arange(rows), [width, 2 * width, len(mixed)])
+    parts = np.split(np.arange(rows), [width, 2 * width, len(mixed_rows)])
     order = np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)
-    if of_mixed == of_gate:
-        return _make(of_mixed, order, np.concatenate([mixed, gate]))
-    found: Floats = np.concatenate([_numbers(of_mixed, mixed), _numbers(of_gate, gate)])[order]
+    if mixed_kind == gate_kind:
+        return _make(mixed_kind, order, np.concatenate([mixed_rows, gate_rows]))
+    found: Floats = np.concatenate([_numbers(mixed_kind, mixed_rows), _numbers(gate_kind, gate_rows)])[order]
     return found
 
 
@@ -209,11 +218,11 @@ def _own_order(name: str, rows: int, heads: int) -> Order:
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def _in_turn(*biases: Floats) -> Floats:
+def _interleave(*biases: Floats) -> Floats:
     return np.stack([one.reshape(-1) for one in biases], axis=-1).reshape(-1)
 
 
-def _joined(rows: int, of_key: str, of_value: str, key: Array, value: Array) -> Floats:
+def _join_keys_and_values(rows: int, of_key: str, of_value: str, key: Array, value: Array) -> Floats:
     """key [heads, rank, n], value [heads, v, rank] -> [heads * (n + v), rank]."""
     keys, values = _numbers(of_key, key), _numbers(of_value, value)
     if len(keys) != len(values) or len(keys) * (keys.shape[2] + values.shape[1]) != rows:
@@ -223,16 +232,14 @@ def _joined(rows: int, of_key: str, of_value: str, key: Array, value: Array) -> 
     return np.ascontiguousarray(joined.reshape(rows, -1))
 
 
-def _numbers(kind: str, stored: Array) -> Floats:
+def _numbers(kind: str, array: Array) -> Floats:
     """The numbers of a tensor [.., c] of any type."""
     if kind in NUMBERS:
-        found: Floats = stored
+        found: Floats = array
         return found
-    codes, scales, offsets = decoded(kind, stored.reshape(-1, stored.shape[-1]))
+    codes, scales, offsets = decode_rows(kind, array.reshape(-1, array.shape[-1]))
     dtype, columns = BLOCKS[kind].dtype, codes.shape[1]
-    return dequantize(dtype, pack(dtype, codes, scales, offsets), columns).reshape(
-        *stored.shape[:-1], columns
-    )
+    return dequantize(dtype, pack(dtype, codes, scales, offsets), columns).reshape(*array.shape[:-1], columns)
 
 
 def parse(fields: Fields) -> Gguf:
@@ -240,10 +247,10 @@ def parse(fields: Fields) -> Gguf:
     fields.ignore("quant_method")
     heads, linear = fields.integers("permuted_heads"), fields.integers("linear_heads")
     one_added, tiled = fields.flag("one_added", False), fields.flag("tiled_heads", False)
-    fields.done()
+    fields.refuse_unread()
     return Gguf(
-        permuted=(heads[0], heads[1]) if len(heads) == 2 else None,
-        one_added=one_added,
+        permuted_heads=(heads[0], heads[1]) if len(heads) == 2 else None,
+        has_norm_offset=one_added,
         linear=(linear[0], linear[1], linear[2]) if len(linear) == 3 else None,
-        tiled=tiled,
+        has_tiled_heads=tiled,
     )

@@ -11,7 +11,7 @@ SOFTMAX, SIGMOID = 1, 2
 """Values of expert_gating_func."""
 
 
-def common(meta: Metadata) -> Config:
+def read_common(meta: Metadata) -> Config:
     """What all architectures have."""
     extra = meta.integer("nextn_predict_layers", 0)
     heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
@@ -25,14 +25,14 @@ def common(meta: Metadata) -> Config:
     }
 
 
-def rope(meta: Metadata, width: int | None, **more: Any) -> Config:
-    """The rotary keys. width: of the part of a head that is rotated; None: the caller reads it. more: further
-    keys of yarn."""
+def read_rope(meta: Metadata, width: int | None, **yarn_keys: Any) -> Config:
+    """The rotary keys. width: of the part of a head that is rotated; None: the caller reads it. yarn_keys:
+    further keys of yarn."""
     if width is not None:
-        meta.only("rope.dimension_count", width)
+        meta.require_value("rope.dimension_count", width)
     theta, kind = meta.number("rope.freq_base", 10000.0), meta.raw("rope.scaling.type", "none")
     factor = meta.maybe_number("rope.scaling.factor")
-    meta.only("rope.scaling.yarn_ext_factor", 1.0, -1.0)
+    meta.require_value("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     older = meta.maybe_number("rope.scaling.attn_factor")
     scaled = {
         "original_max_position_embeddings": meta.maybe_integer("rope.scaling.original_context_length"),
@@ -45,31 +45,31 @@ def rope(meta: Metadata, width: int | None, **more: Any) -> Config:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and factor is not None:
         known = {key: value for key, value in scaled.items() if value is not None}
-        found |= {"rope_type": "yarn", "factor": factor, **more, **known}
+        found |= {"rope_type": "yarn", "factor": factor, **yarn_keys, **known}
     elif kind != "none":
-        raise meta.refused("rope.scaling.type", kind, "none; linear, yarn with rope.scaling.factor")
+        raise meta.make_error("rope.scaling.type", kind, "none; linear, yarn with rope.scaling.factor")
     return {"rope_parameters": found}
 
 
-def grouped(meta: Metadata, rotated: int | None = None) -> Config:
+def read_grouped_query(meta: Metadata, rotated_width: int | None = None) -> Config:
     """The keys about grouped-query attention of heads that are rotated whole.
 
-    rotated: how many numbers of a head are rotated; None: all.
+    rotated_width: how many numbers of a head are rotated; None: all.
     """
     query = meta.integer("attention.head_count")
     width = meta.maybe_integer("attention.key_length")
-    meta.only("attention.value_length", width)
+    meta.require_value("attention.value_length", width)
     width = meta.integer("embedding_length") // max(query, 1) if width is None else width
     return {
         "num_key_value_heads": meta.integer("attention.head_count_kv", query),
         "head_dim": width,
-        **rope(meta, width if rotated is None else rotated),
+        **read_rope(meta, width if rotated_width is None else rotated_width),
     }
 
 
-def corrected(meta: Metadata, groups: int = 1, kept: int = 1) -> Config:
-    """The gate of DeepSeek-V3. groups, kept: of experts, if the file does not say it."""
-    meta.only("expert_gating_func", SIGMOID)
+def read_corrected_gate(meta: Metadata, groups: int = 1, groups_kept: int = 1) -> Config:
+    """The gate of DeepSeek-V3. groups, groups_kept: of experts, if the file does not say it."""
+    meta.require_value("expert_gating_func", SIGMOID)
     return {
         "n_routed_experts": meta.integer("expert_count"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
@@ -77,15 +77,15 @@ def corrected(meta: Metadata, groups: int = 1, kept: int = 1) -> Config:
         "n_shared_experts": meta.integer("expert_shared_count", 0),
         "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
         "n_group": meta.integer("expert_group_count", groups),
-        "topk_group": meta.integer("expert_group_used_count", kept),
+        "topk_group": meta.integer("expert_group_used_count", groups_kept),
         "norm_topk_prob": meta.flag("expert_weights_norm", False),
         "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
     }
 
 
-def one_group(meta: Metadata) -> None:
+def require_one_group(meta: Metadata) -> None:
     """Refuses groups of experts, factors of their weights, and a gate that is not a softmax."""
-    meta.only("expert_gating_func", SOFTMAX)
-    meta.only("expert_group_count", 0, 1)
-    meta.only("expert_group_used_count", 0, 1)
-    meta.only("expert_weights_scale", 1.0, 0.0)
+    meta.require_value("expert_gating_func", SOFTMAX)
+    meta.require_value("expert_group_count", 0, 1)
+    meta.require_value("expert_group_used_count", 0, 1)
+    meta.require_value("expert_weights_scale", 1.0, 0.0)

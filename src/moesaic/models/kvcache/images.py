@@ -16,7 +16,7 @@ import torch
 from moesaic.core.tokens import IntArray
 
 Bytes = npt.NDArray[np.uint8]
-Written = Callable[[int], None]
+OnLayerWritten = Callable[[int], None]
 """Gets a layer, counted among those with keys and values, once it has those of a step's rows."""
 
 
@@ -42,8 +42,8 @@ class CopiedMemory(Protocol):
         """Returns [len(layers) * b * layer_bytes] the contents of these blocks in consecutive layers."""
         ...
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
-        """Writes what `copy_blocks` returned into these blocks, except the first `skipped` ones."""
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
+        """Writes what `copy_blocks` returned into these blocks, except the first `num_skipped` ones."""
         ...
 
     def copy_states(self, page: int, seat: int) -> Bytes:
@@ -54,9 +54,9 @@ class CopiedMemory(Protocol):
         """Writes what `copy_states` returned."""
         ...
 
-    def watch(self, written: Written) -> None:
-        """Calls `written` from now on in the thread of the steps, layer after layer. A step that is replayed
-        from a recording calls nothing."""
+    def watch(self, on_layer_written: OnLayerWritten) -> None:
+        """Calls `on_layer_written` from now on in the thread of the steps, layer after layer. A step that is
+        replayed from a recording calls nothing."""
         ...
 
 
@@ -69,31 +69,31 @@ class ByteLines:
         self.num_bytes = sum(lines.shape[1] for lines in self._lines)
         """Bytes of a line over all tensors."""
 
-    def copy(self, indices: IntArray, chosen: slice = slice(None)) -> Bytes:
-        """Returns these lines, tensor after tensor. chosen: of these tensors.
+    def copy(self, indices: IntArray, tensors: slice = slice(None)) -> Bytes:
+        """Returns these lines, tensor after tensor. tensors: of these tensors.
 
         The lines of all tensors are [n * num_bytes].
         """
-        width = sum(lines.shape[1] for lines in self._lines[chosen])
+        width = sum(lines.shape[1] for lines in self._lines[tensors])
         data = np.empty(len(indices) * width, np.uint8)
-        for lines, part in self._parts(indices, data, chosen):
+        for lines, part in self._parts(indices, data, tensors):
             if lines.device.type == "cpu":
                 torch.index_select(lines, 0, torch.from_numpy(indices), out=part)
             else:
                 part.copy_(lines.index_select(0, torch.from_numpy(indices).to(lines.device)))
         return data
 
-    def put(self, indices: IntArray, data: Bytes, skipped: int = 0, chosen: slice = slice(None)) -> None:
-        """Writes what `copy` returned, except the first `skipped` lines of each tensor."""
-        for lines, part in self._parts(indices, data, chosen):
-            places = torch.from_numpy(indices[skipped:]).to(lines.device)
-            lines.index_copy_(0, places, part[skipped:].to(lines.device))
+    def put(self, indices: IntArray, data: Bytes, num_skipped: int = 0, tensors: slice = slice(None)) -> None:
+        """Writes what `copy` returned, except the first `num_skipped` lines of each tensor."""
+        for lines, part in self._parts(indices, data, tensors):
+            places = torch.from_numpy(indices[num_skipped:]).to(lines.device)
+            lines.index_copy_(0, places, part[num_skipped:].to(lines.device))
 
     def _parts(
-        self, indices: IntArray, data: Bytes, chosen: slice
+        self, indices: IntArray, data: Bytes, tensors: slice
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         whole, parts, start = torch.from_numpy(data), [], 0
-        for lines in self._lines[chosen]:
+        for lines in self._lines[tensors]:
             stop = start + len(indices) * lines.shape[1]
             parts.append((lines, whole[start:stop].view(len(indices), lines.shape[1])))
             start = stop

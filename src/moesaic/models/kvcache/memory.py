@@ -11,9 +11,9 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Block, Projected
-from moesaic.models.kvcache.images import Bytes, Written
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.block import Block, Projections
+from moesaic.models.kvcache.images import Bytes, OnLayerWritten
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.kvcache.states import StateCache
 from moesaic.models.spec import ModelSpec
 
@@ -33,7 +33,7 @@ class CacheSize:
 class LayerMemory(Protocol):
     """The memory of all layers of a worker."""
 
-    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+    def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """Keeps the rows of a step and computes the attention of `layer`. Returns [n, H * d]."""
         ...
 
@@ -54,7 +54,7 @@ class HybridMemory:
         of_states = {layer: (states, index) for index, layer in enumerate(sorted(state_layers))}
         self._parts: dict[int, tuple[PagedKV | StateCache, int]] = {**of_kv, **of_states}
 
-    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+    def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """See `LayerMemory`."""
         part, index = self._parts[layer]
         return part.attend(index, block, rows, batch)
@@ -74,8 +74,8 @@ class HybridMemory:
     def layer_bytes(self) -> int:
         return self._kv.layer_bytes
 
-    def watch(self, written: Written) -> None:
-        self._kv.watch(written)
+    def watch(self, on_layer_written: OnLayerWritten) -> None:
+        self._kv.watch(on_layer_written)
 
     @property
     def state_bytes(self) -> int:
@@ -84,8 +84,8 @@ class HybridMemory:
     def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
         return self._kv.copy_blocks(blocks, layers)
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
-        self._kv.put_blocks(blocks, layers, data, skipped)
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
+        self._kv.put_blocks(blocks, layers, data, num_skipped)
 
     def copy_states(self, page: int, seat: int) -> Bytes:
         return self._states.copy_states(page, seat)

@@ -10,9 +10,9 @@ import torch
 
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.states import CHUNK, LayerStates, StateSizes
-from moesaic.models.block import Block, Projected
+from moesaic.models.block import Block, Projections
 from moesaic.models.kvcache.images import ByteLines, Bytes
-from moesaic.models.kvcache.paged import zeros
+from moesaic.models.kvcache.paged_kv import zeros
 
 
 class StateCache:
@@ -31,7 +31,7 @@ class StateCache:
             (seats, sizes.value_heads, CHUNK),
             (seats, sizes.ring, sizes.channels),
         )
-        parts = (zeros((num_layers, *shape), torch.float32, device, at_once=False) for shape in shapes)
+        parts = (zeros((num_layers, *shape), torch.float32, device, allocate_now=False) for shape in shapes)
         self._layers = tuple(LayerStates(sizes, *tensors) for tensors in zip(*parts, strict=True))
         self._pages = ByteLines([one for layer in self._layers for one in (layer.pages, layer.page_tails)])
         self._seats = ByteLines(
@@ -56,7 +56,7 @@ class StateCache:
         self._pages.put(np.array([page]), data[: self._pages.num_bytes])
         self._seats.put(np.array([seat]), data[self._pages.num_bytes :])
 
-    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+    def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """See `LayerMemory`."""
         return block.recurrence(rows, self._layers[layer], batch)
 

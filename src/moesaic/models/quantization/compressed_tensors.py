@@ -12,19 +12,19 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANTIZED
-from moesaic.models.config import Fields, shown
+from moesaic.models.config import Fields, shorten
 from moesaic.models.quantization.fp8 import Fp8, block_of
 from moesaic.models.quantization.scheme import (
     FLOATS,
     Bytes,
-    Coded,
+    CodedMatrix,
     Floats,
     Kinds,
     Matrix,
     Part,
     Scheme,
     groups_of,
-    unpacked,
+    unpack,
 )
 
 SIGN = np.uint8(0x80)
@@ -33,7 +33,7 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedIntegers:
     """`weight_packed` int32 [rows, columns * bits / 32], where code 0 is the lowest number of the type."""
 
     bits: int
@@ -63,22 +63,22 @@ class Packed:
         self,
         rows: int,
         columns: int,
-        packed: npt.NDArray[np.int32],
+        words: npt.NDArray[np.int32],
         scales: Floats,
         shape: npt.NDArray[np.int64],
         zeros: npt.NDArray[np.int32] | None = None,
-    ) -> Coded:
+    ) -> CodedMatrix:
         if shape.tolist() != [rows, columns]:
             raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
-        codes = unpacked(packed, self.bits, columns)
+        codes = unpack(words, self.bits, columns)
         if zeros is None:
-            return Coded(codes if self.bits == 4 else codes ^ SIGN, scales)
-        zero = unpacked(np.ascontiguousarray(zeros.T), self.bits, rows).T.astype(np.float32)
-        return Coded(codes, scales, -(scales * zero))
+            return CodedMatrix(codes if self.bits == 4 else codes ^ SIGN, scales)
+        zero = unpack(np.ascontiguousarray(zeros.T), self.bits, rows).T.astype(np.float32)
+        return CodedMatrix(codes, scales, -(scales * zero))
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainIntegers:
     """`weight` int8 [rows, columns], with scales of groups or rows, and zero points if it is asymmetric."""
 
     group: int
@@ -102,11 +102,11 @@ class Plain:
 
     def _make(
         self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None
-    ) -> Coded:
+    ) -> CodedMatrix:
         found: Bytes = codes.view(np.uint8)
         if zeros is None:
-            return Coded(found, scales)
-        return Coded(found ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
+            return CodedMatrix(found, scales)
+        return CodedMatrix(found ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
 
 
 @dataclass(frozen=True)
@@ -130,15 +130,15 @@ def parse(fields: Fields) -> Scheme:
     What is said of activations is not used: they are not quantised. `ignore` and `targets` are not used: a
     matrix is quantised if the checkpoint has its quantised tensors.
     """
-    fields.only("quantization_status", "compressed", "frozen", None)
-    fields.only("kv_cache_scheme", None)
-    fields.only("sparsity_config", None, {})
-    fields.only("moe_sparsity_config", None, {})
-    fields.only("transform_config", None, {})
+    fields.require_value("quantization_status", "compressed", "frozen", None)
+    fields.require_value("kv_cache_scheme", None)
+    fields.require_value("sparsity_config", None, {})
+    fields.require_value("moe_sparsity_config", None, {})
+    fields.require_value("transform_config", None, {})
     fields.ignore("quant_method", "ignore", "version", "global_compression_ratio")
     form = _form(fields.raw("format", None), "quantization_config.format")
     groups = fields.raw("config_groups", None)
-    fields.done()
+    fields.refuse_unread()
     if (
         not isinstance(groups, dict)
         or not groups
@@ -160,9 +160,9 @@ def parse(fields: Fields) -> Scheme:
     return Groups(tuple(kinds)) if len(kinds) > 1 else schemes[0]
 
 
-def _form(form: Any, where: str) -> Any:
+def _form(form: Any, key: str) -> Any:
     if form is not None and form not in FORMATS and form != "mixed-precision":
-        raise CheckpointError(f"config.json: {where}: got {shown(repr(form))}; allowed: {', '.join(FORMATS)}")
+        raise CheckpointError(f"config.json: {key}: got {shorten(repr(form))}; allowed: {', '.join(FORMATS)}")
     return form
 
 
@@ -171,26 +171,26 @@ def _scheme(group: Fields, form: Any) -> Scheme:
     group.ignore("targets", "input_activations", "output_activations")
     form = _form(group.raw("format", None), "quantization_config.config_groups.format") or form
     weights = group.child("weights")
-    group.done()
+    group.refuse_unread()
     if weights is None:
         raise CheckpointError("config.json: quantization_config.config_groups: weights is missing")
     bits, kind = weights.integer("num_bits"), weights.raw("type", "int")
     strategy = weights.raw("strategy", None)
     size = weights.integer("group_size") if strategy == "group" else -1
     symmetric, block = weights.flag("symmetric", True), weights.raw("block_structure", None)
-    weights.only("dynamic", False)
-    weights.only("actorder", None, "static", "weight", why="its columns are not in another order")
+    weights.require_value("dynamic", False)
+    weights.require_value("actorder", None, "static", "weight", reason="its columns are not in another order")
     weights.ignore("group_size", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    weights.done()
+    weights.refuse_unread()
     if kind == "float" and bits == 8 and symmetric and strategy in ("tensor", "channel", "block"):
         return Fp8(_block(block)) if strategy == "block" else Fp8(None)
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
-        got = f"{bits} bits of {shown(repr(kind))} by {shown(repr(strategy))}"
+        got = f"{bits} bits of {shorten(repr(kind))} by {shorten(repr(strategy))}"
         raise CheckpointError(
             f"config.json: quantization_config: got {got}; allowed: int of 4 or 8 bits by group or channel, "
             "symmetric float of 8 bits by tensor, channel or block"
         )
-    return Plain(size, symmetric) if form in FORMATS[1:] else Packed(bits, size, symmetric)
+    return PlainIntegers(size, symmetric) if form in FORMATS[1:] else PackedIntegers(bits, size, symmetric)
 
 
 def _block(block: Any) -> tuple[int, int]:

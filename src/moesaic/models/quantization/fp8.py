@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import Fields, shown
-from moesaic.models.quantization.scheme import FLOATS, Bytes, Coded, Floats, Kinds, Matrix, Part
+from moesaic.models.config import Fields, shorten
+from moesaic.models.quantization.scheme import FLOATS, Bytes, CodedMatrix, Floats, Kinds, Matrix, Part
 
 SUFFIXES = ("weight_scale_inv", "weight_scale")
 """Names of scales. A number is its code times the scale, whichever the name."""
@@ -36,23 +36,23 @@ class Fp8:
         scales = Part(f"{name}.{suffix}", FLOATS, shapes[0], shapes=shapes[1:])
         return Matrix(name, rows, columns, self.dtype, (codes, scales), self._make, in_bf16=self.powers)
 
-    def _make(self, codes: Bytes, scales: Floats) -> Coded:
+    def _make(self, codes: Bytes, scales: Floats) -> CodedMatrix:
         if self.block is None:
-            return Coded(codes, np.broadcast_to(scales.reshape(-1, 1), (len(codes), 1)))
+            return CodedMatrix(codes, np.broadcast_to(scales.reshape(-1, 1), (len(codes), 1)))
         rows, groups = len(codes), -(-codes.shape[1] // 128)
         of_row = np.arange(rows) // min(self.block[0], rows)
         of_group = np.arange(groups) // min(self.block[1] // 128, groups)
-        return Coded(codes, scales[of_row][:, of_group])
+        return CodedMatrix(codes, scales[of_row][:, of_group])
 
 
 def parse(fields: Fields) -> Fp8:
     """Reads quantization_config with quant_method "fp8". What is said of activations is not used."""
-    fields.only("fmt", "e4m3", None)
-    fields.only("activation_scheme", "dynamic", "static", None)
+    fields.require_value("fmt", "e4m3", None)
+    fields.require_value("activation_scheme", "dynamic", "static", None)
     fields.ignore("modules_to_not_convert", "quant_method", "dequantize", "ignored_layers")
     powers = fields.raw("scale_fmt", None) == "ue8m0"
     block = fields.integers("weight_block_size")
-    fields.done()
+    fields.refuse_unread()
     return Fp8(block_of(list(block), "weight_block_size") if block else None, powers)
 
 
@@ -61,7 +61,7 @@ def block_of(sizes: Any, key: str) -> tuple[int, int]:
     whole = isinstance(sizes, list) and [type(one) for one in sizes] == [int, int]
     if not whole or sizes[0] < 1 or sizes[1] < 1 or sizes[1] % 128:
         raise CheckpointError(
-            f"config.json: quantization_config.{key}: got {shown(repr(sizes))}; allowed: rows, and a "
+            f"config.json: quantization_config.{key}: got {shorten(repr(sizes))}; allowed: rows, and a "
             "multiple of 128 columns"
         )
     return sizes[0], sizes[1]

@@ -14,13 +14,13 @@ from moesaic.models.quantization.scheme import (
     BAND,
     FLOATS,
     Bytes,
-    Coded,
+    CodedMatrix,
     Floats,
     Kinds,
     Matrix,
     Part,
     groups_of,
-    unpacked,
+    unpack,
 )
 
 Words = npt.NDArray[np.int32]
@@ -39,7 +39,7 @@ class Gptq:
 
     bits: int
     group: int
-    added: int
+    zero_point_offset: int
     """What is added to stored zero points: 1 in the first version of the format, 0 in the second."""
     act_order: bool
     """Whether `g_idx` gives each column any group. Such matrices become float32."""
@@ -68,19 +68,21 @@ class Gptq:
     ) -> tuple[Bytes, Floats, Floats]:
         """Codes [rows, columns], zero points [rows, groups], scales [rows, groups]."""
         rows = scales.shape[1]
-        codes = unpacked(np.ascontiguousarray(words.T), self.bits, columns)
-        zero = (unpacked(zeros, self.bits, rows).astype(np.int32) + self.added) & ((1 << self.bits) - 1)
+        codes = unpack(np.ascontiguousarray(words.T), self.bits, columns)
+        zero = (unpack(zeros, self.bits, rows).astype(np.int32) + self.zero_point_offset) & (
+            (1 << self.bits) - 1
+        )
         return codes, zero.T.astype(np.float32), np.ascontiguousarray(scales.T)
 
     def _in_order(
         self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words | None = None
-    ) -> Coded:
+    ) -> CodedMatrix:
         codes, zero, scale = self._parts(columns, words, zeros, scales)
         if group_of is not None:
             size = -(-columns // scale.shape[1])
             if not np.array_equal(group_of, np.arange(columns) // size):
                 raise CheckpointError("g_idx: columns in another order; allowed: only with desc_act")
-        return Coded(codes, scale, -(scale * zero))
+        return CodedMatrix(codes, scale, -(scale * zero))
 
     def _any_order(self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words) -> Floats:
         codes, zero, scale = self._parts(columns, words, zeros, scales)
@@ -112,15 +114,15 @@ class Awq:
         )
         return Matrix(name, rows, columns, self.dtype, parts, self._make)
 
-    def _make(self, words: Words, zeros: Words, scales: Floats) -> Coded:
+    def _make(self, words: Words, zeros: Words, scales: Floats) -> CodedMatrix:
         rows = scales.shape[1]
         zero, scale = self._codes(zeros, rows).T.astype(np.float32), np.ascontiguousarray(scales.T)
         codes = np.ascontiguousarray(self._codes(words, rows).T)
-        return Coded(codes, scale, -(scale * zero))
+        return CodedMatrix(codes, scale, -(scale * zero))
 
     @staticmethod
     def _codes(words: Words, rows: int) -> Bytes:
-        mixed = unpacked(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
+        mixed = unpack(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
         codes: Bytes = mixed[:, :, AWQ_ORDER].reshape(len(words), -1)[:, :rows]
         return codes
 
@@ -144,25 +146,25 @@ def parse_gptq(fields: Fields) -> Gptq:
     """Reads quantization_config with quant_method "gptq"."""
     bits, group = _bits(fields), _group(fields, "group_size")
     act_order = fields.flag("desc_act", False)
-    fields.only("checkpoint_format", "gptq", "gptq_v2", None)
+    fields.require_value("checkpoint_format", "gptq", "gptq_v2", None)
     added = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
-    fields.only("lm_head", False)
+    fields.require_value("lm_head", False)
     for name in fields.names:
         fields.ignore(name)  # how it was made: dataset, damp_percent, sym, static_groups and others
-    fields.done()
+    fields.refuse_unread()
     return Gptq(bits, group, added, act_order)
 
 
 def parse_awq(fields: Fields) -> Awq:
     """Reads quantization_config with quant_method "awq"."""
-    fields.only("bits", 4)
-    fields.only("w_bit", 4)
+    fields.require_value("bits", 4)
+    fields.require_value("w_bit", 4)
     group = _group(fields, "q_group_size" if "q_group_size" in fields.names else "group_size")
-    fields.only("version", "gemm", "GEMM", why="others are packed in another order")
-    fields.only("zero_point", True)
+    fields.require_value("version", "gemm", "GEMM", reason="others are packed in another order")
+    fields.require_value("zero_point", True)
     for name in fields.names:
         fields.ignore(name)
-    fields.done()
+    fields.refuse_unread()
     return Awq(group)
 
 
@@ -171,15 +173,15 @@ def parse_auto_round(fields: Fields) -> Gptq | Awq:
 
     `extra_config` is not used: a matrix is quantised if the checkpoint has its quantised tensors.
     """
-    fields.only("data_type", "int")
-    fields.only("packing_format", *PACKINGS)
+    fields.require_value("data_type", "int")
+    fields.require_value("packing_format", *PACKINGS)
     packing = fields.raw("packing_format", AUTO_ROUND)
     if packing == AUTO_ROUND_AWQ:
-        fields.only("bits", 4)
+        fields.require_value("bits", 4)
         scheme: Gptq | Awq = Awq(_group(fields, "group_size"))
     else:
         scheme = Gptq(_bits(fields), _group(fields, "group_size"), PACKINGS[packing], act_order=False)
     for name in fields.names:
         fields.ignore(name)  # how it was made: iters, seqlen, sym and others
-    fields.done()
+    fields.refuse_unread()
     return scheme

@@ -9,7 +9,7 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import Fields
-from moesaic.models.quantization.scheme import Bytes, Coded, Kinds, Matrix, Part
+from moesaic.models.quantization.scheme import Bytes, CodedMatrix, Kinds, Matrix, Part
 
 EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 WHERE = {
@@ -49,15 +49,15 @@ class Mxfp4:
         return Matrix(name, rows, columns, self.dtype, parts, _make)
 
 
-def _make(blocks: Bytes, exponents: Bytes) -> Coded:
+def _make(blocks: Bytes, exponents: Bytes) -> CodedMatrix:
     codes = np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(len(blocks), -1)
     number = exponents != NAN
     powers = np.ldexp(np.float32(1), np.where(number, exponents, 127).astype(np.int32) - 127)
-    return Coded(codes, np.where(number, powers, np.float32(np.nan)))
+    return CodedMatrix(codes, np.where(number, powers, np.float32(np.nan)))
 
 
 def parse(fields: Fields) -> Mxfp4:
     """Reads quantization_config with quant_method "mxfp4". The tensors say which matrices are quantised."""
     fields.ignore("quant_method", "modules_to_not_convert", "dequantize", "swizzle")
-    fields.done()
+    fields.refuse_unread()
     return Mxfp4()

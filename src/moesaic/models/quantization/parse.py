@@ -12,7 +12,7 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANT_METHOD, unquantized
 from moesaic.core.text_config import TEXT
-from moesaic.models.config import Fields, shown
+from moesaic.models.config import Fields, shorten
 from moesaic.models.files import read_config
 from moesaic.models.gguf import scheme as gguf
 from moesaic.models.gguf.header import is_gguf
@@ -52,12 +52,12 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     if not isinstance(told, dict) or not isinstance(method, str) or method not in METHODS:
         allowed = ", ".join([*METHODS, QUANT_METHOD])
         raise CheckpointError(
-            f"config.json: quantization_config: got quant_method {shown(repr(method))}; allowed: {allowed}"
+            f"config.json: quantization_config: got quant_method {shorten(repr(method))}; allowed: {allowed}"
         )
     return METHODS[method](Fields(told, "quantization_config."))
 
 
-def skipped(raw: Mapping[str, Any]) -> tuple[str, ...]:
+def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Patterns of tensors about activations, of a parsed config.json: static scales, which are not used."""
     inner = raw.get(TEXT)
     raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
@@ -72,10 +72,10 @@ def skipped(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def skipped_in(path: Path) -> tuple[str, ...]:
+def read_skipped_patterns(path: Path) -> tuple[str, ...]:
     """As `skipped`, of the checkpoint at `path`."""
     known = is_gguf(path) or (path / "config.json").is_file()
-    return skipped(read_config(path)) if known else ()
+    return find_skipped_patterns(read_config(path)) if known else ()
 
 
 def scheme_of(path: Path) -> Scheme | None:
@@ -90,7 +90,7 @@ def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -
     Vectors of a GGUF file may also be put together from others, or have other numbers than ours.
     """
     if len(shape) != 2 and isinstance(scheme, gguf.Gguf):
-        return scheme.other(name, shape, kinds)
+        return scheme.find_tensor(name, shape, kinds)
     if scheme is None or len(shape) != 2 or not name.endswith(".weight"):
         return None
     rows, columns = shape

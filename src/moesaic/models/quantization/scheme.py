@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.stored import QUANTIZED
-from moesaic.kernels.quantized import TABLES, dequantize, pack
+from moesaic.kernels.quantized_layout import TABLES, dequantize, pack
 from moesaic.models.gguf.blocks import BLOCKS, row_bytes
 
 Array = npt.NDArray[Any]
@@ -61,7 +61,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Coded:
+class CodedMatrix:
     """A matrix as codes, scales and offsets. See core.stored.Quantization."""
 
     codes: Bytes
@@ -82,27 +82,27 @@ class Matrix:
     dtype: str
     """The stored type that it is converted to: a key of QUANTIZED, or "float32" where none fits."""
     parts: tuple[Part, ...]
-    make: Callable[..., Coded | Floats]
+    make: Callable[..., CodedMatrix | Floats]
     """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32"."""
     in_bf16: bool = False
     """Whether bf16 seems to hold every number: then a dense matrix is kept in bf16 if it does."""
 
-    def packed(
-        self, read: Callable[[Part], Array], out: Bytes | None = None, part: tuple[slice, ...] = ()
+    def pack_rows(
+        self, read: Callable[[Part], Array], output: Bytes | None = None, part: tuple[slice, ...] = ()
     ) -> Bytes:
-        """The bytes [rows, row_bytes] of type `dtype`, in `out` if that is given.
+        """The bytes [rows, row_bytes] of type `dtype`, in `output` if that is given.
 
         part: the rows and columns that are wanted, for which `cuts` holds.
         Raises CheckpointError for NaN and infinite numbers, and for scales so large that a code is infinite.
         """
-        made = self._made([read(part) for part in self.parts])
-        if not isinstance(made, Coded):
+        made = self._decode([read(part) for part in self.parts])
+        if not isinstance(made, CodedMatrix):
             self._check(made, "the matrix")
             found = np.ascontiguousarray(made, dtype="<f4").view(np.uint8)
-            if out is None:
+            if output is None:
                 return found
-            out[:] = found
-            return out
+            output[:] = found
+            return output
         self._check(made.scales, "a scale")
         if made.offsets is not None:
             self._check(made.offsets, "an offset")
@@ -114,7 +114,7 @@ class Matrix:
             for begin in range(0, len(made.codes), BAND):
                 if (made.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
                     self._refuse("nan", "the matrix")
-        return pack(self.dtype, *self._part(*self._grouped(made), part), out)
+        return pack(self.dtype, *self._part(*self._regroup(made), part), output)
 
     def cuts(self, part: tuple[slice, ...], group: int = 1) -> bool:
         """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
@@ -128,7 +128,7 @@ class Matrix:
             end % max(size, group) == 0 or end == self.columns for end in (columns.start, columns.stop)
         )
 
-    def _made(self, arrays: list[Array]) -> Coded | Floats:
+    def _decode(self, arrays: list[Array]) -> CodedMatrix | Floats:
         """What `make` returns. Its errors name one of the tensors, and get the name of the matrix here."""
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # packed refuses these numbers
@@ -138,23 +138,23 @@ class Matrix:
 
     def floats(self, read: Callable[[Part], Array]) -> Floats:
         """The numbers [rows, columns]. Raises CheckpointError for NaN and infinite numbers."""
-        packed = self.packed(read)
+        packed = self.pack_rows(read)
         if self.dtype == "float32":
             return packed.view("<f4")
         return dequantize(self.dtype, packed, self.columns)
 
-    def scratch(self, stored: str) -> int:
-        """The most bytes that `packed` or `floats` take beside a result in type `stored`."""
-        return scratch_of(stored, self.rows * self.columns)
+    def scratch(self, dtype: str) -> int:
+        """The most bytes that `packed` or `floats` take beside a result in type `dtype`."""
+        return scratch_of(dtype, self.rows * self.columns)
 
-    def _grouped(self, made: Coded) -> tuple[Bytes, Floats, Floats | None]:
+    def _regroup(self, coded: CodedMatrix) -> tuple[Bytes, Floats, Floats | None]:
         """Codes, scales and offsets with groups of the size that `dtype` has."""
         groups = -(-self.columns // QUANTIZED[self.dtype].group)
-        scales, offsets = made.scales, made.offsets
+        scales, offsets = coded.scales, coded.offsets
         if scales.shape[1] != groups:
             of = np.arange(groups) * scales.shape[1] // groups
             scales, offsets = scales[:, of], None if offsets is None else offsets[:, of]
-        return made.codes, scales, offsets
+        return coded.codes, scales, offsets
 
     def _part(
         self, codes: Bytes, scales: Floats, offsets: Floats | None, part: tuple[slice, ...]
@@ -168,30 +168,30 @@ class Matrix:
         kept = codes[rows, columns.start : columns.stop]
         return kept, scales[rows, groups], None if offsets is None else offsets[rows, groups]
 
-    def _check(self, numbers: Floats, what: str) -> None:
+    def _check(self, numbers: Floats, subject: str) -> None:
         finite = np.isfinite(numbers)
         if not finite.all():
-            self._refuse(str(numbers[~finite][0]), what)
+            self._refuse(str(numbers[~finite][0]), subject)
 
-    def _refuse(self, got: str, what: str) -> None:
-        raise CheckpointError(f"tensor {self.name}: got {got} in {what}; allowed: finite numbers")
+    def _refuse(self, got: str, subject: str) -> None:
+        raise CheckpointError(f"tensor {self.name}: got {got} in {subject}; allowed: finite numbers")
 
 
-def scratch_of(stored: str, numbers: int) -> int:
+def scratch_of(dtype: str, numbers: int) -> int:
     """See `Matrix.scratch`."""
-    return numbers * (12 if stored == "float32" else 4)
+    return numbers * (12 if dtype == "float32" else 4)
 
 
-def as_array(stored: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Array:
-    """The part's array. stored: the bytes of the whole tensor. Numbers of FLOATS become float32.
+def as_array(data: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Array:
+    """The part's array. data: the bytes of the whole tensor. Numbers of FLOATS become float32.
 
     Rows of a type of GGUF's blocks stay bytes.
     """
     if dtype in BLOCKS:
-        rows: Array = stored.reshape(*shape[:-1], row_bytes(dtype, shape[-1]))
+        rows: Array = data.reshape(*shape[:-1], row_bytes(dtype, shape[-1]))
         return rows[part.index] if part.index else rows
     kind = _KINDS[dtype]
-    whole: Array = stored.view(kind).reshape(shape)
+    whole: Array = data.view(kind).reshape(shape)
     found = whole[part.index] if part.index else whole
     if dtype == "BF16":
         return (found.astype(np.uint32) << 16).view(np.float32)
@@ -236,7 +236,7 @@ def groups_of(name: str, columns: int, size: int, unit: int) -> int:
     return columns // size
 
 
-def unpacked(words: npt.NDArray[np.int32], bits: int, count: int) -> Bytes:
+def unpack(words: npt.NDArray[np.int32], bits: int, count: int) -> Bytes:
     """Codes [rows, count] of 4 or 8 bits, from words [rows, m] of 32 bits with the first in the lowest bits.
 
     Words are little-endian, so that their bytes are in the order of the codes.

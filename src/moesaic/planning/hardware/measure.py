@@ -205,7 +205,7 @@ class Measuring:
 
 
 def _list_dtypes(kernels: Kernels) -> list[torch.dtype]:
-    return [dtype for dtype in DTYPES if dtype in kernels.stored]
+    return [dtype for dtype in DTYPES if dtype in kernels.unconverted_dtypes]
 
 
 def _processing_figures(prefix: str, processing: Processing) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def build_experts(model: ModelSizes, stored_type: str, count: int, device: str =
         # Each expert has memory of its own, so that a cache cannot serve several of them.
         first = products.random_in_type(kind, shape).to(device)
         parts.append((first, *(first.clone() for _ in range(count - 1))))
-    return ExpertWeights(*parts, packed=stored_type if is_packed(stored_type) else COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=stored_type if is_packed(stored_type) else COMPRESSED)
 
 
 def _steps(sizes: Sizes, rows: int) -> AttentionBatch:

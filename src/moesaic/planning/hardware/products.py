@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 
 from moesaic.core.stored import COMPRESSED, QUANTIZED
-from moesaic.kernels.compressed import compress
-from moesaic.kernels.quantized import pack
+from moesaic.kernels.compressed_layout import compress
+from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.planning.hardware.timing import Show, Stopwatch
@@ -102,7 +102,7 @@ def measure_rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. min_bytes: minimum bytes of a shape's matrices."""
     measured_rates: list[Rate] = []
-    packed_type = sizes.packed_type if sizes.packed_type in QUANTIZED and kernels.packed else None
+    packed_type = sizes.packed_type if sizes.packed_type in QUANTIZED and kernels.can_use_quantized else None
     total = (len(dtypes) * len(SHAPES) + (packed_type is not None)) * len(sizes.rows)
     jobs = [
         (dtype_name(dtype), _jobs(kernels, dtype, sizes.with_matrix_bytes(min_bytes, dtype.itemsize), device))
@@ -178,7 +178,7 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
-    hidden, is_compressed = sizes.hidden, sizes.packed_type == COMPRESSED and kernels.compressed
+    hidden, is_compressed = sizes.hidden, sizes.packed_type == COMPRESSED and kernels.can_use_compressed
     is_compressed = is_compressed and dtype is torch.bfloat16
     yield from _expert_jobs(kernels, dtype, sizes, device, _compress if is_compressed else _keep)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
@@ -230,7 +230,7 @@ def _experts(sizes: Sizes, dtype: torch.dtype, device: str, store: Store) -> Exp
 
     hidden, width = sizes.hidden, sizes.width
     parts = part(width, hidden), part(width, hidden), part(hidden, width)
-    return ExpertWeights(*parts, packed=sizes.packed_type or COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=sizes.packed_type or COMPRESSED)
 
 
 def _keep(matrix: torch.Tensor) -> torch.Tensor:

@@ -316,7 +316,9 @@ class SimulatedExperts:
 
     def _drop_complete_relays(self) -> list[RelayedCall]:
         """The calls of which parts are open."""
-        self._relayed_calls = [relayed_call for relayed_call in self._relayed_calls if relayed_call.live]
+        self._relayed_calls = [
+            relayed_call for relayed_call in self._relayed_calls if relayed_call.live_parts
+        ]
         return self._relayed_calls
 
     def _take_back(self, parts: list[RelayedPart]) -> None:

@@ -99,7 +99,7 @@ class RelayedCall:
     host: str
     rows: int
     """Distinct rows of all parts."""
-    summed: bool
+    is_sum: bool
     """Whether the relay adds up the parts' sums."""
     parts: list[RelayedPart]
     num_sums: int = 0
@@ -111,7 +111,7 @@ class RelayedCall:
         return self.relay_connection.server
 
     @property
-    def live(self) -> list[RelayedPart]:
+    def live_parts(self) -> list[RelayedPart]:
         """The parts whose answers are awaited."""
         return [part for part in self.parts if part.live]
 

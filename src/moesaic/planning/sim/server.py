@@ -279,7 +279,7 @@ class SimulatedServer:
         """Send an answer of a part to the worker. Sums are sent once all parts have theirs."""
         relayed_call = part_answer.call.relayed_call
         assert relayed_call is not None
-        if not relayed_call.summed:
+        if not relayed_call.is_sum:
             news, rows = [(part_answer.call, part_answer.pairs)], part_answer.rows
         else:
             relayed_call.num_sums += 1

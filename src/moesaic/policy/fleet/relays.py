@@ -163,12 +163,12 @@ class WithParts(Protocol[P_co]):
         ...
 
     @property
-    def summed(self) -> bool:
+    def is_sum(self) -> bool:
         """Whether the relay adds up the parts' sums."""
         ...
 
     @property
-    def live(self) -> Sequence[P_co]:
+    def live_parts(self) -> Sequence[P_co]:
         """The parts whose answers are awaited."""
         ...
 
@@ -179,8 +179,8 @@ def needing(relayed: WithParts[P], server: int) -> list[P]:
     Example: server 1 passes on parts for servers 2 and 3. If 1 is slow these are the parts of 2 and 3, and if
     2 is slow it is its own part. Of sums it is each part in both cases.
     """
-    live = list(relayed.live)
-    if relayed.summed:
+    live = list(relayed.live_parts)
+    if relayed.is_sum:
         return live if server in [relayed.relay, *(part.server for part in live)] else []
     if relayed.relay == server:
         return [part for part in live if part.server != server]
@@ -192,7 +192,7 @@ def waited_for(calls: Iterable[WithParts[Part]]) -> set[int]:
     return {
         server
         for relayed in calls
-        for part in relayed.live
+        for part in relayed.live_parts
         for server in (relayed.relay, part.server)
-        if relayed.summed or part.server != relayed.relay
+        if relayed.is_sum or part.server != relayed.relay
     }

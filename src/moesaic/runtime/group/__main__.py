@@ -18,7 +18,7 @@ import torch
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.runtime import out_of_memory
-from moesaic.runtime.group.build_rank import follower
+from moesaic.runtime.group.build_rank import build_follower
 from moesaic.runtime.group.launcher import ALIVE, ALIVE_SECONDS
 from moesaic.runtime.group.meeting import RankPlace, meet
 from moesaic.trace import logs
@@ -44,13 +44,13 @@ def main() -> int:
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     try:
-        follower(config, meet(place, lambda meeting: None)).follow()
+        build_follower(config, meet(place, lambda meeting: None)).follow()
     except ConnectionLost:
         return 0
     except MoesaicError as error:
         return _end(str(error))
     except torch.OutOfMemoryError as error:
-        return _end(out_of_memory.of_step(error))
+        return _end(out_of_memory.describe_step_error(error))
     return 0
 
 

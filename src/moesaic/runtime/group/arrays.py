@@ -17,7 +17,7 @@ import torch
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import STATE_FIELDS, TokenBatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 
 _SIZES = 5
 
@@ -30,7 +30,7 @@ def to_host(rows: torch.Tensor) -> npt.NDArray[Any]:
 
 def to_device(rows: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """Rows in the memory of `device`, without waiting for it. On a CPU nothing is copied."""
-    return moved(rows, device)
+    return move_array(rows, device)
 
 
 def pack(batch: TokenBatch) -> bytes:

@@ -26,25 +26,25 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.shard import Shard
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
-from moesaic.runtime.cache_size import block_pool, cache_size_of, free_memory
+from moesaic.runtime.cache_size import compute_cache_size, free_memory, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import predicting, speculation_of, with_room_for_drafts
+from moesaic.runtime.drafting import add_room_for_drafts, make_speculation, uses_mtp
 from moesaic.runtime.group import offloaded_group, shared_attention
 from moesaic.runtime.group.collective_layouts import (
     AllReduce,
     CollectiveLayout,
     DeepSpeed,
     ReduceScatter,
-    Shuffled,
+    ShuffledReduceScatter,
 )
 from moesaic.runtime.group.experts import GroupCounts, GroupExperts
 from moesaic.runtime.group.forecast import ExpectedRanks
-from moesaic.runtime.group.launcher import RankLauncher, of_rank
-from moesaic.runtime.group.owners import ExpertOwners, check_placement, placed
+from moesaic.runtime.group.launcher import RankLauncher, rank_config
+from moesaic.runtime.group.owners import ExpertOwners, check_placement, read_owners
 from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
@@ -53,13 +53,13 @@ from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
 from moesaic.runtime.model_loading import (
     LoadedModel,
-    check_shared,
+    check_gpu_sharing,
+    choose_kv_dtype,
     context_length,
-    device_of,
-    gpus_of,
-    kv_type,
-    layout_of,
+    count_gpus,
     load_model,
+    read_expert_layout,
+    select_device,
 )
 from moesaic.trace.parts import trace_path
 
@@ -75,20 +75,20 @@ def check(config: WorkerConfig) -> None:
     registry.read_spec(path, Shard(0, size))
     check_backend(config)
     if config.remote_experts:
-        check_shared(config)
+        check_gpu_sharing(config)
         return
-    for flag, value, allowed in (
+    for flag, value, allowed_value in (
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
         ("--trace", trace_path(config.trace), None),
         ("--record-routing", trace_path(config.record), None),
     ):
-        if value != allowed:
-            allowed_text = "nothing" if allowed is None else str(allowed)
-            without = "" if config.offload is not None else " without --expert-servers"
+        if value != allowed_value:
+            allowed_text = "nothing" if allowed_value is None else str(allowed_value)
+            condition = "" if config.offload is not None else " without --expert-servers"
             raise ConfigError.field(
-                flag, value, f"{allowed_text} with --tensor-parallel-size {size}{without}"
+                flag, value, f"{allowed_text} with --tensor-parallel-size {size}{condition}"
             )
     _check_experts(config, path)
 
@@ -110,7 +110,7 @@ def _check_experts(config: WorkerConfig, path: Path) -> None:
     if config.offload is not None:
         offloaded_group.check(config, config.offload)
     else:
-        check_shared(config)
+        check_gpu_sharing(config)
 
 
 def load_rank(
@@ -120,34 +120,49 @@ def load_rank(
 
     owners: None where the experts are on servers.
     """
-    drafts, shard = predicting(config), Shard(group.rank, group.size)
-    layout = layout_of(config.model, drafts)
-    copied = offloaded.over_disk(config)
+    drafts, shard = uses_mtp(config), Shard(group.rank, group.size)
+    layout = read_expert_layout(config.model, drafts)
+    own_memory = offloaded.is_over_disk(config)
     threads = config.most_threads
-    loaded = load_model(config.model, progress, layout, threads, shard, copied, drafts)
-    loaded = with_room_for_drafts(loaded, config)
+    loaded_model = load_model(config.model, progress, layout, threads, shard, own_memory, drafts)
+    loaded_model = add_room_for_drafts(loaded_model, config)
     if config.offload is not None or owners is None:
-        return loaded
+        return loaded_model
     path = files.resolve(config.model.model, config.model.revision)
     unit, part = divmod(group.rank, config.parallel.expert_tensor_parallel_size)
-    mapped, dtype = config.model.mmap, config.model.dtype
-    of_expert, device = Shard(part, config.parallel.expert_tensor_parallel_size), str(loaded.device)
-    weights = registry.load_experts(path, loaded.kernels, owners.of(unit), device, dtype, mapped, of_expert)
-    return replace(loaded, model=replace(loaded.model, experts=weights))
+    use_mmap, dtype = config.model.mmap, config.model.dtype
+    expert_shard, device = Shard(part, config.parallel.expert_tensor_parallel_size), str(loaded_model.device)
+    weights = registry.load_experts(
+        path, loaded_model.kernels, owners.list_experts(unit), device, dtype, use_mmap, expert_shard
+    )
+    return replace(loaded_model, model=replace(loaded_model.model, experts=weights))
 
 
 def join(
-    config: WorkerConfig, rows: RowCollectives, owners: ExpertOwners, loaded: LoadedModel, size: CacheSize
+    config: WorkerConfig,
+    rows: RowCollectives,
+    owners: ExpertOwners,
+    loaded_model: LoadedModel,
+    size: CacheSize,
 ) -> RankRunner:
     """Build the runner of a loaded rank. size: the same on all ranks."""
     if config.offload is not None:
-        return _paged(config, config.offload, rows, owners, loaded, size)
-    model, counts = loaded.model, GroupCounts()
-    block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
-    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
-    collectives = _collectives(config.parallel, rows, owners, loaded.kernels, model.expert_weights, counts)
-    sharded = ShardedModel(model, memory, device, block_size, rows, collectives)
-    name, steps = _named(config.parallel, owners), _steps(config, sharded, loaded.kernels)
+        return _build_paged_runner(config, config.offload, rows, owners, loaded_model, size)
+    model, counts = loaded_model.model, GroupCounts()
+    block_size, dtype, device = (
+        config.cache.block_size,
+        choose_kv_dtype(config.cache, loaded_model),
+        loaded_model.device,
+    )
+    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded_model.kernels)
+    collectives = _collectives(
+        config.parallel, rows, owners, loaded_model.kernels, model.expert_weights, counts
+    )
+    sharded_model = ShardedModel(model, memory, device, block_size, rows, collectives)
+    name, steps = (
+        _describe_layout(config.parallel, owners),
+        _steps(config, sharded_model, loaded_model.kernels),
+    )
     return RankRunner(steps.run, rows, memory, name, counts, predict=steps.predict)
 
 
@@ -163,41 +178,41 @@ class RankSteps(Protocol):
         ...
 
 
-def _steps(config: WorkerConfig, sharded: ShardedModel, kernels: Kernels) -> RankSteps:
+def _steps(config: WorkerConfig, sharded_model: ShardedModel, kernels: Kernels) -> RankSteps:
     """Records decode steps on a GPU, unless --enforce-eager is given or the kernels cannot."""
     make_recorder = kernels.recorder
-    on_gpu = sharded.device.type == "cuda"
+    on_gpu = sharded_model.device.type == "cuda"
     if not on_gpu or config.model.enforce_eager or make_recorder is None:
-        return sharded
-    table_width = -(-context_length(config.model) // sharded.block_size)
-    return gpu_parts.recorded_rank()(sharded, make_recorder(), table_width)
+        return sharded_model
+    table_width = -(-context_length(config.model) // sharded_model.block_size)
+    return gpu_parts.recorded_rank()(sharded_model, make_recorder(), table_width)
 
 
-def _paged(
+def _build_paged_runner(
     config: WorkerConfig,
     offload: Offload,
     rows: RowCollectives,
     owners: ExpertOwners,
-    loaded: LoadedModel,
+    loaded_model: LoadedModel,
     size: CacheSize,
 ) -> RankRunner:
     """The runner of a rank whose experts are loaded from the slow level."""
-    offloaded.check_states(config, offload, loaded.model.spec)
-    caches = memory_levels.cache(config, offload, loaded, size)
-    counts, kernels = GroupCounts(), loaded.kernels
-    levels = memory_levels.levels(
-        config, offload, loaded, layout_of(config.model), owners.of(rows.group.rank)
+    offloaded.check_states(config, offload, loaded_model.model.spec)
+    caches = memory_levels.build_caches(config, offload, loaded_model, size)
+    counts, kernels = GroupCounts(), loaded_model.kernels
+    levels = memory_levels.build_levels(
+        config, offload, loaded_model, read_expert_layout(config.model), owners.list_experts(rows.group.rank)
     )
     weights = offloaded_group.PassWeights(levels.experts)
     collectives = partial(_collectives, config.parallel, rows, owners, kernels, weights, counts)
-    after = offloaded_group.GroupPostAttention(loaded.model, rows, collectives, weights)
-    parts = offloaded.PassParts(loaded, levels, after, owners.most, caches)
-    passes = offloaded.passes_over(config, offload, parts)
+    post_attention = offloaded_group.GroupPostAttention(loaded_model.model, rows, collectives, weights)
+    parts = offloaded.PassParts(loaded_model, levels, post_attention, owners.max_experts, caches)
+    passes = offloaded.build_passes(config, offload, parts)
     return RankRunner(
         passes.run,
         rows,
-        caches.memory(loaded.model.spec),
-        _named(config.parallel, owners),
+        caches.memory(loaded_model.model.spec),
+        _describe_layout(config.parallel, owners),
         counts,
         passes.stats,
     )
@@ -209,29 +224,29 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     check(config)
     if config.remote_experts:
         return _with_servers(context)
-    owners = placed(config)
+    owners = read_owners(config)
     launcher = RankLauncher(config)
-    config = of_rank(config, 0)
+    config = rank_config(config, 0)
     with launcher.starting():
         group = launcher.gather(context.connection.send)
         check_placement(config, group, owners)
         rows = connect_rows(config, group)
-        loaded = load_rank(config, group, owners, context.progress)
-        kv_dtype = kv_type(config.cache, loaded)
-        free = least_free(config, group, loaded)
-        size = cache_size_of(config, loaded, limits.max_model_len, kv_dtype, free)
+        loaded_model = load_rank(config, group, owners, context.progress)
+        kv_dtype = choose_kv_dtype(config.cache, loaded_model)
+        free = gather_least_free_memory(config, group, loaded_model)
+        size = compute_cache_size(config, loaded_model, limits.max_model_len, kv_dtype, free)
         group.announce(_CACHE_SIZE.pack(*astuple(size)))
-        runner = join(config, rows, owners, loaded, size)
+        runner = join(config, rows, owners, loaded_model, size)
         group.announce(b"")  # every rank has its memory now
     runner.launcher = launcher
-    if context.lost is not None:
-        launcher.when_lost(context.lost)
+    if context.on_rank_lost is not None:
+        launcher.watch_ranks(context.on_rank_lost)
     offload, cache = config.offload, config.cache
-    padded = None if offload is None else offload.padded
-    blocks = block_pool(cache, size, padded)
-    speculation = speculation_of(config, loaded.model)
+    padded_tokens = None if offload is None else offload.padded
+    blocks = make_block_pool(cache, size, padded_tokens)
+    speculation = make_speculation(config, loaded_model.model)
     return WorkerParts(
-        loaded,
+        loaded_model,
         kv_dtype,
         size,
         runner,
@@ -244,7 +259,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         ranks=group.size,
         collectives=runner.collectives,
         speculation=speculation,
-        predictor=GroupPredictor(runner) if predicting(config) else None,
+        predictor=GroupPredictor(runner) if uses_mtp(config) else None,
     )
 
 
@@ -252,27 +267,33 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
     """On the first rank, with the experts on servers: start the other ranks, which share its attention."""
     layout = in_memory.announce_layout(context)
     launcher = RankLauncher(context.config)
-    config = of_rank(context.config, 0)
+    config = rank_config(context.config, 0)
     with launcher.starting():
         group = launcher.gather(context.connection.send)
         rows = connect_rows(config, group)
-        loaded = load_rank(config, group, None, context.progress)
-        free = least_free(config, group, loaded)
-        size = cache_size_of(
-            config, loaded, context.limits.max_model_len, kv_type(config.cache, loaded), free
+        loaded_model = load_rank(config, group, None, context.progress)
+        free = gather_least_free_memory(config, group, loaded_model)
+        size = compute_cache_size(
+            config,
+            loaded_model,
+            context.limits.max_model_len,
+            choose_kv_dtype(config.cache, loaded_model),
+            free,
         )
         group.announce(_CACHE_SIZE.pack(*astuple(size)))
-        nothing = torch.empty(0, loaded.model.spec.hidden_size, device=loaded.device)
-        shared = SharedAttention(rows, launcher.why, nothing)
-        parts = in_memory.with_servers(replace(context, config=config), layout, loaded, size, shared)
+        empty_rows = torch.empty(0, loaded_model.model.spec.hidden_size, device=loaded_model.device)
+        shared_attention_heads = SharedAttention(rows, launcher.explain_loss, empty_rows)
+        parts = in_memory.with_servers(
+            replace(context, config=config), layout, loaded_model, size, shared_attention_heads
+        )
         group.announce(b"")  # every rank has its memory now
-    if context.lost is not None:
-        launcher.when_lost(context.lost)
-    counted = parts.expert_stats
+    if context.on_rank_lost is not None:
+        launcher.watch_ranks(context.on_rank_lost)
+    expert_stats = parts.expert_stats
     return replace(
         parts,
         images=_images(config, parts.memory, group, launcher),
-        expert_stats=lambda: replace(counted(), group=shared.stats()),
+        expert_stats=lambda: replace(expert_stats(), group=shared_attention_heads.stats()),
         ranks=group.size,
         collectives=shared_attention.NAME,
     )
@@ -285,7 +306,7 @@ def _images(
     if config.kv_role is None:
         return None
     assert isinstance(memory, PagedKV | HybridMemory), "refused with what has another memory"
-    return GroupMemory(group, memory, launcher.why)
+    return GroupMemory(group, memory, launcher.explain_loss)
 
 
 class Follower(Protocol):
@@ -296,34 +317,38 @@ class Follower(Protocol):
         ...
 
 
-def follower(config: WorkerConfig, group: Group) -> Follower:
+def build_follower(config: WorkerConfig, group: Group) -> Follower:
     """On any other rank: build what computes. The first rank announces the number of KV blocks.
 
     Returns when all ranks are ready.
     """
     path = files.resolve(config.model.model, config.model.revision)
-    with out_of_memory.explained(config), fingerprint.unchanged(path, config.checkpoint_stamp):
-        owners = None if config.remote_experts else placed(config)
+    with out_of_memory.explain(config), fingerprint.guard_unchanged(path, config.checkpoint_stamp):
+        owners = None if config.remote_experts else read_owners(config)
         if owners is not None:
             check_placement(config, group, owners)
         rows = connect_rows(config, group)
-        loaded = load_rank(config, group, owners)
-        least_free(config, group, loaded)
+        loaded_model = load_rank(config, group, owners)
+        gather_least_free_memory(config, group, loaded_model)
         size = CacheSize(*_CACHE_SIZE.unpack(group.announce(b"")))
         if owners is None:
-            runner: Follower = _attention_rank(config, rows, loaded, size)
+            runner: Follower = _attention_rank(config, rows, loaded_model, size)
         else:
-            runner = join(config, rows, owners, loaded, size)
+            runner = join(config, rows, owners, loaded_model, size)
         group.announce(b"")
         return runner
 
 
 def _attention_rank(
-    config: WorkerConfig, rows: RowCollectives, loaded: LoadedModel, size: CacheSize
+    config: WorkerConfig, rows: RowCollectives, loaded_model: LoadedModel, size: CacheSize
 ) -> AttentionRank:
-    block_size, dtype, device = config.cache.block_size, kv_type(config.cache, loaded), loaded.device
-    model, make_recorder = loaded.model, loaded.kernels.recorder
-    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded.kernels)
+    block_size, dtype, device = (
+        config.cache.block_size,
+        choose_kv_dtype(config.cache, loaded_model),
+        loaded_model.device,
+    )
+    model, make_recorder = loaded_model.model, loaded_model.kernels.recorder
+    memory = layer_memory(model.spec, size, block_size, dtype, device, loaded_model.kernels)
     recordings = None
     if device.type == "cuda" and not config.model.enforce_eager and make_recorder is not None:
         width = -(-context_length(config.model) // block_size)
@@ -332,18 +357,18 @@ def _attention_rank(
     return AttentionRank(model, memory, device, block_size, rows, recordings)
 
 
-def least_free(config: WorkerConfig, group: Group, loaded: LoadedModel) -> int | None:
+def gather_least_free_memory(config: WorkerConfig, group: Group, loaded_model: LoadedModel) -> int | None:
     """The free bytes of the rank that has the least, rounded down to MiB. Every rank calls it after loading.
 
     Returns None where --kv-cache-memory is a size.
     """
     if config.cache.kv_cache_memory != "auto":
         return None
-    mine = np.array([free_memory(loaded.device) >> 20])
-    return int(group.gather_notes(mine, np.arange(group.size)).min()) << 20
+    own_mebibytes = np.array([free_memory(loaded_model.device) >> 20])
+    return int(group.gather_notes(own_mebibytes, np.arange(group.size)).min()) << 20
 
 
-def _named(parallel: ParallelConfig, owners: ExpertOwners) -> str:
+def _describe_layout(parallel: ParallelConfig, owners: ExpertOwners) -> str:
     """The name of the collective layout and the placement's unused copies, for display."""
     name = parallel.moe_collectives or ("reduce-scatter" if owners.tables is None else "shuffled")
     left_out = f", without the placement's {owners.left_out} copies" if owners.left_out else ""
@@ -368,7 +393,7 @@ def _collectives(
         return AllReduce(rows, experts)
     if parallel.moe_collectives == "reduce-scatter" or owners.tables is None:
         return ReduceScatter(rows, experts)
-    return Shuffled(
+    return ShuffledReduceScatter(
         rows, experts, ExpectedRanks(rows.group, counts, owners.tables, parallel.shuffle_align, ranks)
     )
 
@@ -378,20 +403,20 @@ def check_backend(config: WorkerConfig) -> None:
     backend, ranks = config.parallel.collectives_backend, config.parallel.tensor_parallel_size
     if backend == "host":
         return
-    device, gpus = device_of(config.model).type, gpus_of(config.model)
-    allowed = ""
+    device, gpus = select_device(config.model).type, count_gpus(config.model)
+    allowed_value = ""
     if config.offload is not None:
-        allowed = "host with --fast-memory"
+        allowed_value = "host with --fast-memory"
     elif backend == "gloo" and device != "cpu":
-        allowed = f"host, nccl with --device {device}"
+        allowed_value = f"host, nccl with --device {device}"
     elif backend == "nccl" and device != "cuda":
-        allowed = f"host, gloo with --device {device}"
+        allowed_value = f"host, gloo with --device {device}"
     elif backend == "nccl" and gpus < ranks:
-        allowed = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
+        allowed_value = f"host: {ranks} ranks need a GPU each, and torch sees {gpus}"
     elif backend == "nccl" and not distributed.is_nccl_available():
-        allowed = "host: this torch has no NCCL"
-    if allowed:
-        raise ConfigError.field(FLAG, backend, allowed)
+        allowed_value = "host: this torch has no NCCL"
+    if allowed_value:
+        raise ConfigError.field(FLAG, backend, allowed_value)
 
 
 def connect_rows(config: WorkerConfig, group: Group) -> RowCollectives:
@@ -402,17 +427,17 @@ def connect_rows(config: WorkerConfig, group: Group) -> RowCollectives:
     backend = config.parallel.collectives_backend
     if backend == "host":
         return HostRows(group)
-    device = device_of(config.model)
+    device = select_device(config.model)
     return DeviceRows(
         group, TorchPeers(backend, group, device), table.pick(str(device), config.model.kernels)
     )
 
 
-def follow(config: WorkerConfig, meeting: RanksMeet, lost: Callable[[str], None]) -> None:
+def follow(config: WorkerConfig, meeting: RanksMeet, on_rank_lost: Callable[[str], None]) -> None:
     """Compute with the ranks of this host, which is not the one of rank 0, until the group ends.
 
-    config: of the worker, for this host. meeting: with the number of this host. lost: called from a thread
-    if another rank of this host ends.
+    config: of the worker, for this host. meeting: with the number of this host. on_rank_lost: called from a
+    thread if another rank of this host ends.
 
     Raises ConnectionLost at the end of the group, and ConfigError or CheckpointError, one line each, for what
     the user has to change.
@@ -421,12 +446,12 @@ def follow(config: WorkerConfig, meeting: RanksMeet, lost: Callable[[str], None]
     try:
         with launcher.starting():
             group = launcher.gather()
-            ranks = follower(of_rank(config, group.rank), group)
-        launcher.when_lost(lost)
+            ranks = build_follower(rank_config(config, group.rank), group)
+        launcher.watch_ranks(on_rank_lost)
         ranks.follow()
     except ConnectionLost as error:
-        raise launcher.why(error) from None
+        raise launcher.explain_loss(error) from None
     except torch.OutOfMemoryError as error:
-        raise ConfigError(out_of_memory.of_step(error)) from error
+        raise ConfigError(out_of_memory.describe_step_error(error)) from error
     finally:
         launcher.close()

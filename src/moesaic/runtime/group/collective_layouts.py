@@ -24,9 +24,9 @@ import torch
 
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import MOST_RECORDED_ROWS
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.policy.placement.shuffle import Shuffle
 from moesaic.runtime.group.exchanges import (
     Exchange,
@@ -40,7 +40,7 @@ from moesaic.runtime.group.experts import GroupExperts
 from moesaic.runtime.group.forecast import RowAssignment
 from moesaic.runtime.group.rows import RowCollectives
 
-MOST_BETWEEN = 64
+MAX_ROWS_BETWEEN_GRAPHS = 64
 """Rows of the largest step whose recording ends at exchanges. What it sends there keeps its memory."""
 
 
@@ -50,7 +50,7 @@ class RecordedRows:
 
     multiple: int
     """A recording has a multiple of these rows, so that each rank has some."""
-    most: int
+    max_rows: int
     """Steps of more rows are not recorded."""
 
 
@@ -58,7 +58,7 @@ class CollectiveLayout(Protocol):
     """One of the four layouts, on one rank."""
 
     @property
-    def recorded(self) -> RecordedRows:
+    def recorded_rows(self) -> RecordedRows:
         """Which decode steps are recorded."""
         ...
 
@@ -79,8 +79,8 @@ def dense_feed_forward(
     rows: RowCollectives, block: Block, hidden: torch.Tensor, partial: torch.Tensor
 ) -> Stages:
     """A block without routed experts, in every layout: each rank computes all of it."""
-    gated = block.gate(hidden, (yield all_reduce(rows, partial)))
-    return block.merge(gated, block.dense(gated.normed), None)
+    gate_output = block.gate(hidden, (yield all_reduce(rows, partial)))
+    return block.merge(gate_output, block.dense(gate_output.normed_rows), None)
 
 
 class DeepSpeed:
@@ -90,8 +90,8 @@ class DeepSpeed:
         self._rows, self._experts = rows, experts
 
     @property
-    def recorded(self) -> RecordedRows:
-        return RecordedRows(self._rows.group.size, MOST_BETWEEN)
+    def recorded_rows(self) -> RecordedRows:
+        return RecordedRows(self._rows.group.size, MAX_ROWS_BETWEEN_GRAPHS)
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
@@ -100,11 +100,13 @@ class DeepSpeed:
         total, group = (yield all_reduce(self._rows, partial)), self._rows.group
         sizes = equal_sizes(len(hidden), group.size)
         first = sum(sizes[: group.rank])
-        mine = slice(first, first + sizes[group.rank])
-        gated = block.gate(hidden[mine], total[mine])
+        own_rows = slice(first, first + sizes[group.rank])
+        gate_output = block.gate(hidden[own_rows], total[own_rows])
         del total
-        merged = yield from _merged(self._experts, _own(sizes, group.rank), layer, block, gated)
-        return (yield all_gather(self._rows, merged, sizes))
+        own_hidden = yield from _merge_answers(
+            self._experts, _count_own_rows(sizes, group.rank), layer, block, gate_output
+        )
+        return (yield all_gather(self._rows, own_hidden, sizes))
 
 
 class AllReduce:
@@ -114,17 +116,17 @@ class AllReduce:
         self._rows, self._experts = rows, experts
 
     @property
-    def recorded(self) -> RecordedRows:
-        return RecordedRows(1, MOST_RECORDED_ROWS if self._rows.capturable else MOST_BETWEEN)
+    def recorded_rows(self) -> RecordedRows:
+        return RecordedRows(1, MOST_RECORDED_ROWS if self._rows.capturable else MAX_ROWS_BETWEEN_GRAPHS)
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
 
     def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
-        gated = block.gate(hidden, (yield all_reduce(self._rows, partial)))
-        rows = yield all_reduce(self._rows, self._experts.share(layer, gated))
-        once = replace(gated, weights=rows.new_ones(len(rows), 1))
-        return block.merge(once, block.dense(gated.normed), rows[:, None])
+        gate_output = block.gate(hidden, (yield all_reduce(self._rows, partial)))
+        rows = yield all_reduce(self._rows, self._experts.share(layer, gate_output))
+        weighted_once = replace(gate_output, weights=rows.new_ones(len(rows), 1))
+        return block.merge(weighted_once, block.dense(gate_output.normed_rows), rows[:, None])
 
 
 class ReduceScatter:
@@ -134,8 +136,8 @@ class ReduceScatter:
         self._rows, self._experts = rows, experts
 
     @property
-    def recorded(self) -> RecordedRows:
-        return RecordedRows(self._rows.group.size, MOST_BETWEEN)
+    def recorded_rows(self) -> RecordedRows:
+        return RecordedRows(self._rows.group.size, MAX_ROWS_BETWEEN_GRAPHS)
 
     def begin(self, token_ids: IntArray) -> None:
         """Needs no preparation."""
@@ -144,13 +146,15 @@ class ReduceScatter:
         group = self._rows.group
         sizes = equal_sizes(len(hidden), group.size)
         first = sum(sizes[: group.rank])
-        mine = hidden[first : first + sizes[group.rank]]
-        gated = block.gate(mine, (yield reduce_scatter(self._rows, partial, sizes)))
-        merged = yield from _merged(self._experts, _own(sizes, group.rank), layer, block, gated)
-        return (yield all_gather(self._rows, merged, sizes))
+        own_rows = hidden[first : first + sizes[group.rank]]
+        gate_output = block.gate(own_rows, (yield reduce_scatter(self._rows, partial, sizes)))
+        own_hidden = yield from _merge_answers(
+            self._experts, _count_own_rows(sizes, group.rank), layer, block, gate_output
+        )
+        return (yield all_gather(self._rows, own_hidden, sizes))
 
 
-class Shuffled:
+class ShuffledReduceScatter:
     """`shuffled`: as `reduce-scatter`, but each row goes to the rank where its experts are expected.
 
     Which rows a rank gets is known when they are scattered. Recorded stages have room for the most of them.
@@ -160,27 +164,35 @@ class Shuffled:
         self._rows, self._experts, self._assignment = rows, experts, assignment
 
     @property
-    def recorded(self) -> RecordedRows:
-        return RecordedRows(1, MOST_BETWEEN)
+    def recorded_rows(self) -> RecordedRows:
+        return RecordedRows(1, MAX_ROWS_BETWEEN_GRAPHS)
 
     def begin(self, token_ids: IntArray) -> None:
         self._assignment.begin(token_ids)
 
     def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         """Residual and norm are in the permuted order until the all-gather restores the batch's order."""
-        scattered = _Scattered(self._rows, self._assignment, layer)
-        most, width = self._assignment.most(len(hidden)), hidden.shape[1]
-        places = torch.zeros(most, dtype=torch.int64, device=hidden.device)  # a graph reads all of them
-        total = yield Exchange(lambda count: scattered.scatter(partial[:count], places), (most, width))
-        gated = block.gate(hidden.index_select(0, places[: len(total)]), total)
+        scattered_rows = _ScatteredRows(self._rows, self._assignment, layer)
+        max_rows, width = self._assignment.max_rows(len(hidden)), hidden.shape[1]
+        places = torch.zeros(max_rows, dtype=torch.int64, device=hidden.device)  # a graph reads all of them
+        total = yield Exchange(
+            lambda count: scattered_rows.scatter(partial[:count], places), (max_rows, width)
+        )
+        gate_output = block.gate(hidden.index_select(0, places[: len(total)]), total)
         del total
-        merged = yield from _merged(self._experts, lambda count: scattered.own, layer, block, gated)
-        assert gated.expert_ids is not None
-        ids = gated.expert_ids
-        return (yield Exchange(lambda count: scattered.gather(merged, ids), tuple(hidden.shape), kept=True))
+        own_hidden = yield from _merge_answers(
+            self._experts, lambda count: scattered_rows.num_own_rows, layer, block, gate_output
+        )
+        assert gate_output.expert_ids is not None
+        ids = gate_output.expert_ids
+        return (
+            yield Exchange(
+                lambda count: scattered_rows.gather(own_hidden, ids), tuple(hidden.shape), is_kept=True
+            )
+        )
 
 
-class _Scattered:
+class _ScatteredRows:
     """The rows of one layer on this rank, and the way back."""
 
     def __init__(self, rows: RowCollectives, assignment: RowAssignment, layer: int) -> None:
@@ -188,7 +200,7 @@ class _Scattered:
         self._shuffle: Shuffle | None = None
 
     @property
-    def own(self) -> int:
+    def num_own_rows(self) -> int:
         """Rows of this rank."""
         assert self._shuffle is not None
         return int(self._shuffle.sizes[self._rows.group.rank])
@@ -197,29 +209,29 @@ class _Scattered:
         """Sums the rows of this rank, and writes where they are in the batch to `places`."""
         shuffle = self._shuffle = self._assignment.shuffle(self._layer)
         first, end = shuffle.starts[self._rows.group.rank :][:2].tolist()
-        places[: end - first].copy_(moved(shuffle.order[first:end], places.device))
+        places[: end - first].copy_(move_array(shuffle.order[first:end], places.device))
         return self._rows.reduce_scatter(addend, shuffle.sizes.tolist(), shuffle.order)
 
-    def gather(self, merged: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    def gather(self, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """All ranks' rows in the batch's order. The forecast learns the choice of the gate for this one's."""
-        shuffle, own = self._shuffle, self.own
+        shuffle, num_rows = self._shuffle, self.num_own_rows
         assert shuffle is not None
-        out = self._rows.all_gather(merged[:own], shuffle.sizes.tolist(), shuffle.order)
-        self._assignment.learn(self._layer, expert_ids[:own], shuffle)
-        return out
+        gathered = self._rows.all_gather(hidden[:num_rows], shuffle.sizes.tolist(), shuffle.order)
+        self._assignment.learn(self._layer, expert_ids[:num_rows], shuffle)
+        return gathered
 
 
-def _own(sizes: Sequence[int], rank: int) -> Callable[[int], int]:
+def _count_own_rows(sizes: Sequence[int], rank: int) -> Callable[[int], int]:
     """How many rows a rank has in a step of so many. sizes: those of a step without padded rows."""
     return lambda count: without_padding(sizes, count)[rank]
 
 
-def _merged(
-    experts: GroupExperts, own: Callable[[int], int], layer: int, block: Block, gated: Gated
+def _merge_answers(
+    experts: GroupExperts, count_rows: Callable[[int], int], layer: int, block: Block, gate_output: GateOutput
 ) -> Stages:
-    """Rows of this rank after the block. own: how many it has in a step of so many rows."""
-    dense = block.dense(gated.normed)
-    assert gated.expert_ids is not None
-    shape = *gated.expert_ids.shape, gated.normed.shape[1]
-    answers = yield Exchange(lambda count: experts.rows(layer, gated.first(own(count))), shape)
-    return block.merge(gated, dense, answers)
+    """Rows of this rank after the block. count_rows: how many it has in a step of so many rows."""
+    dense = block.dense(gate_output.normed_rows)
+    assert gate_output.expert_ids is not None
+    shape = *gate_output.expert_ids.shape, gate_output.normed_rows.shape[1]
+    answers = yield Exchange(lambda count: experts.rows(layer, gate_output.first(count_rows(count))), shape)
+    return block.merge(gate_output, dense, answers)

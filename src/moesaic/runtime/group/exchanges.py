@@ -25,9 +25,9 @@ class Exchange:
     the result without padded rows."""
     shape: tuple[int, ...]
     """Of the result for all rows of the step."""
-    captured: bool = False
+    is_captured: bool = False
     """Whether a CUDA graph can hold it: the host knows all sizes before the step, and reads nothing."""
-    kept: bool = False
+    is_kept: bool = False
     """Whether stages behind the next exchange read the result too."""
 
 
@@ -44,7 +44,7 @@ def next_item(stages: Stages, answer: torch.Tensor | None) -> Exchange | torch.T
         return result
 
 
-def at_once(stages: Stages, rows: int) -> torch.Tensor:
+def run_at_once(stages: Stages, rows: int) -> torch.Tensor:
     """Run the stages of a step of so many rows, with each exchange in its place."""
     item = next_item(stages, None)
     while isinstance(item, Exchange):
@@ -61,8 +61,8 @@ def between_graphs(stages: Stages, rows: int) -> Stages:
     """
     item = next_item(stages, None)
     while isinstance(item, Exchange):
-        answer = item.run(rows) if item.captured else (yield item)
-        if item.kept and not item.captured:
+        answer = item.run(rows) if item.is_captured else (yield item)
+        if item.is_kept and not item.is_captured:
             answer = answer.clone()
         item = next_item(stages, answer)
     return item
@@ -71,7 +71,7 @@ def between_graphs(stages: Stages, rows: int) -> Stages:
 def all_reduce(rows: RowCollectives, addend: torch.Tensor) -> Exchange:
     """The sum of all ranks' addends [n, h], on every rank."""
     return Exchange(
-        lambda count: rows.all_reduce(addend[:count]), tuple(addend.shape), captured=rows.capturable
+        lambda count: rows.all_reduce(addend[:count]), tuple(addend.shape), is_captured=rows.capturable
     )
 
 
@@ -82,17 +82,17 @@ def reduce_scatter(rows: RowCollectives, addend: torch.Tensor, sizes: Sequence[i
     def run(count: int) -> torch.Tensor:
         return rows.reduce_scatter(addend[:count], without_padding(sizes, count))
 
-    return Exchange(run, shape, captured=rows.capturable)
+    return Exchange(run, shape, is_captured=rows.capturable)
 
 
-def all_gather(rows: RowCollectives, own: torch.Tensor, sizes: Sequence[int]) -> Exchange:
-    """The rows [n, h] of all ranks, of which this one has `own`. sizes: see `RowCollectives`."""
+def all_gather(rows: RowCollectives, own_rows: torch.Tensor, sizes: Sequence[int]) -> Exchange:
+    """The rows [n, h] of all ranks, of which this one has `own_rows`. sizes: see `RowCollectives`."""
 
     def run(count: int) -> torch.Tensor:
         real = without_padding(sizes, count)
-        return rows.all_gather(own[: real[rows.group.rank]], real)
+        return rows.all_gather(own_rows[: real[rows.group.rank]], real)
 
-    return Exchange(run, (sum(sizes), *own.shape[1:]), rows.capturable, kept=True)
+    return Exchange(run, (sum(sizes), *own_rows.shape[1:]), rows.capturable, is_kept=True)
 
 
 def without_padding(sizes: Sequence[int], rows: int) -> list[int]:

@@ -17,10 +17,10 @@ import torch
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import equal_sizes
 from moesaic.experts.collectives.routing import Route
-from moesaic.kernels.moving import arrays, moved
+from moesaic.kernels.moving import move_array, to_host_arrays
 from moesaic.kernels.table import MOST_RECORDED_ROWS, Kernels
 from moesaic.kernels.weights import ExpertWeights
-from moesaic.models.block import Gated
+from moesaic.models.block import GateOutput
 from moesaic.runtime.group.arrays import to_host
 from moesaic.runtime.group.rows import RowCollectives
 
@@ -55,71 +55,79 @@ class GroupExperts:
         self._weights, self._owners, self._ranks = weights, owners, expert_ranks
         self._counts = counts
 
-    def rows(self, layer: int, gated: Gated) -> torch.Tensor:
-        """[m, k, h] unweighted answers for the rows that this rank gated: an all-to-all there and back.
+    def rows(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
+        """[m, k, h] unweighted answers for the rows that this rank gate_output: an all-to-all there and back.
 
         A pair counts as local if this rank holds a part of its expert, even if other ranks hold other parts.
         """
-        assert gated.expert_ids is not None and gated.weights is not None
-        ids, weights = arrays((gated.expert_ids, gated.weights))
+        assert gate_output.expert_ids is not None and gate_output.weights is not None
+        ids, weights = to_host_arrays((gate_output.expert_ids, gate_output.weights))
         assert ids is not None and weights is not None
         route = self._route(layer, ids)
         self._counts.pairs += ids.size
         self._counts.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
-        arrived = self._rows.dispatch(route, gated.normed, np.repeat(weights, self._ranks, axis=1))
-        answers = arrived.hidden
-        if len(arrived.experts):
-            answers = self._compute(layer, arrived.hidden, arrived.experts)
-        rows = self._rows.combine(route, answers, arrived)
+        arrived_pairs = self._rows.dispatch(
+            route, gate_output.normed_rows, np.repeat(weights, self._ranks, axis=1)
+        )
+        answers = arrived_pairs.hidden
+        if len(arrived_pairs.experts):
+            answers = self._compute(layer, arrived_pairs.hidden, arrived_pairs.experts)
+        rows = self._rows.combine(route, answers, arrived_pairs)
         if self._ranks > 1:
-            rows = _summed(rows.view(*ids.shape, self._ranks, rows.shape[-1]))
+            rows = _sum_over_ranks(rows.view(*ids.shape, self._ranks, rows.shape[-1]))
         return rows
 
-    def share(self, layer: int, gated: Gated) -> torch.Tensor:
+    def share(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """[n, h] the weighted sums of this rank's experts, for all rows; zeros where a row has none here.
 
         Where kernels spare the rows of experts that are not held, the host does not read the gate's choice.
         """
-        return self._spared(layer, gated) if self._kernels.spares else self._chosen(layer, gated)
+        return (
+            self._share_sparing_rows(layer, gate_output)
+            if self._kernels.can_skip_absent
+            else self._share_own_pairs(layer, gate_output)
+        )
 
-    def _spared(self, layer: int, gated: Gated) -> torch.Tensor:
+    def _share_sparing_rows(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """`share` for kernels that are given the choice of all ranks and compute what is held here."""
-        assert gated.expert_ids is not None and gated.weights is not None
-        weights, count = self._weights(layer), len(gated.expert_ids)
-        if not weights.held:
-            return torch.zeros_like(gated.normed)
+        assert gate_output.expert_ids is not None and gate_output.weights is not None
+        weights, count = self._weights(layer), len(gate_output.expert_ids)
+        if not weights.resident_ids:
+            return torch.zeros_like(gate_output.normed_rows)
         if count <= MOST_RECORDED_ROWS:
-            return self._held(weights, gated.normed, gated.expert_ids, gated.weights)
-        sums = torch.empty_like(gated.normed)
+            return self._sum_resident(
+                weights, gate_output.normed_rows, gate_output.expert_ids, gate_output.weights
+            )
+        sums = torch.empty_like(gate_output.normed_rows)
         for part in self._parts(count):
-            given = gated.normed[part], gated.expert_ids[part], gated.weights[part]
-            sums[part] = self._held(weights, *given)
+            inputs = gate_output.normed_rows[part], gate_output.expert_ids[part], gate_output.weights[part]
+            sums[part] = self._sum_resident(weights, *inputs)
         return sums
 
-    def _held(
-        self, held: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    def _sum_resident(
+        self, resident_weights: ExpertWeights, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """[n, h] the weighted sums of the experts that are held here. ids, weights: [n, k]."""
         rows = hidden.new_zeros(*ids.shape, hidden.shape[1])
-        rows = self._kernels.experts(held, hidden, ids, rows)
+        rows = self._kernels.experts(resident_weights, hidden, ids, rows)
         return self._kernels.merge(torch.zeros_like(hidden), None, rows, weights)
 
-    def _chosen(self, layer: int, gated: Gated) -> torch.Tensor:
+    def _share_own_pairs(self, layer: int, gate_output: GateOutput) -> torch.Tensor:
         """`share` for kernels that are given pairs with experts of this rank only."""
-        assert gated.expert_ids is not None and gated.weights is not None
-        ids = to_host(gated.expert_ids)
+        assert gate_output.expert_ids is not None and gate_output.weights is not None
+        ids = to_host(gate_output.expert_ids)
         first = self._owners[layer][ids]
         row, slot = np.nonzero((first <= self._group.rank) & (self._group.rank < first + self._ranks))
         if not len(row):
-            return torch.zeros_like(gated.normed)
-        found = self._compute(layer, gated.normed[torch.from_numpy(row)], ids[row, slot])
-        sums = torch.empty_like(gated.normed)
+            return torch.zeros_like(gate_output.normed_rows)
+        answers = self._compute(layer, gate_output.normed_rows[torch.from_numpy(row)], ids[row, slot])
+        sums = torch.empty_like(gate_output.normed_rows)
         for part in self._parts(len(ids)):
             first, last = np.searchsorted(row, (part.start, part.stop)).tolist()
-            rows = found.new_zeros(part.stop - part.start, ids.shape[1], found.shape[1])
-            rows[row[first:last] - part.start, slot[first:last]] = found[first:last]
-            none = torch.zeros_like(sums[part])
-            sums[part] = self._kernels.merge(none, None, rows, gated.weights[part])
+            rows = answers.new_zeros(part.stop - part.start, ids.shape[1], answers.shape[1])
+            rows[row[first:last] - part.start, slot[first:last]] = answers[first:last]
+            zeros = torch.zeros_like(sums[part])
+            sums[part] = self._kernels.merge(zeros, None, rows, gate_output.weights[part])
         return sums
 
     def _parts(self, rows: int) -> list[slice]:
@@ -137,10 +145,10 @@ class GroupExperts:
 
     def _compute(self, layer: int, hidden: torch.Tensor, ids: IntArray) -> torch.Tensor:
         """hidden [p, h], one expert for each row -> [p, h]."""
-        chosen = moved(ids, hidden.device)[:, None]
-        return self._kernels.experts(self._weights(layer), hidden, chosen)[:, 0]
+        expert_ids = move_array(ids, hidden.device)[:, None]
+        return self._kernels.experts(self._weights(layer), hidden, expert_ids)[:, 0]
 
 
-def _summed(parts: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(parts: torch.Tensor) -> torch.Tensor:
     """Sums over the ranks, in their order: [m, k, t, h] -> [m, k, h]."""
     return functools.reduce(torch.add, parts.unbind(2))

@@ -21,7 +21,7 @@ NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 class RowAssignment(Protocol):
     """Assigns the rows of a step to ranks."""
 
-    def most(self, rows: int) -> int:
+    def max_rows(self, rows: int) -> int:
         """The most rows of a rank in a step of so many."""
         ...
 
@@ -56,7 +56,7 @@ class ExpectedRanks:
         """Ids beyond the tables' vocabulary count as its last token."""
         self._tokens, self._past = np.minimum(token_ids, self._tables.vocab_size - 1), []
 
-    def most(self, rows: int) -> int:
+    def max_rows(self, rows: int) -> int:
         return rows if self._align == "variable" else -(-rows // self._group.size)
 
     def shuffle(self, layer: int) -> Shuffle:
@@ -67,15 +67,15 @@ class ExpectedRanks:
         history = np.stack(self._past, axis=1) if len(self._past) == 2 else None
         ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
-        found = plan(ranks, sure, self._group.size, self._align)
+        new_shuffle = plan(ranks, sure, self._group.size, self._align)
         self._counts.shuffled_rows += count
-        self._counts.kept_rows += found.kept
-        return found
+        self._counts.kept_rows += new_shuffle.kept
+        return new_shuffle
 
     def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:
         """Tell every rank where all rows were, unless this is the last layer."""
         if layer not in self._index or layer == self._tables.layers[-1]:
             return
         owners = self._tables.experts[self._index[layer]]
-        mine = predict.device(to_host(expert_ids), owners, self._tables.ranks)
-        self._past = [*self._past[-1:], self._group.gather_notes(mine, shuffle.order)]
+        own_ranks = predict.device(to_host(expert_ids), owners, self._tables.ranks)
+        self._past = [*self._past[-1:], self._group.gather_notes(own_ranks, shuffle.order)]

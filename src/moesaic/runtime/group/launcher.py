@@ -25,7 +25,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.core.messages import RanksMeet
 from moesaic.experts.collectives.group import Group
 from moesaic.runtime.machine import allowed_cpus, cores
-from moesaic.runtime.model_loading import gpus_of
+from moesaic.runtime.model_loading import count_gpus
 
 try:
     from moesaic.runtime.group.meeting import RankPlace, meet
@@ -58,14 +58,14 @@ class EndedRank:
     """The line that it wrote before it ended, or an empty string."""
 
     @property
-    def followed(self) -> bool:
+    def ended_with_group(self) -> bool:
         """Whether it ended because the group had ended."""
         return not self.reason and self.code == 0
 
     @property
     def text(self) -> str:
-        how = self.reason or f"process {self.pid} ended with code {self.code}"
-        return f"rank {self.rank} of the group is gone: {how}"
+        cause = self.reason or f"process {self.pid} ended with code {self.code}"
+        return f"rank {self.rank} of the group is gone: {cause}"
 
 
 class RankLauncher:
@@ -81,8 +81,8 @@ class RankLauncher:
         parallel = config.parallel
         self.size = parallel.ranks_per_node
         if not SHARED_MEMORY:
-            allowed = "1: the compiled module moesaic.transport._shm is missing"
-            raise ConfigError.field("--tensor-parallel-size", parallel.tensor_parallel_size, allowed)
+            allowed_value = "1: the compiled module moesaic.transport._shm is missing"
+            raise ConfigError.field("--tensor-parallel-size", parallel.tensor_parallel_size, allowed_value)
         if parallel.nnodes > 1 and config.remote_address is None:
             raise ConfigError.field(
                 "--nnodes", parallel.nnodes, "1 without --cluster-address, where hosts join"
@@ -93,12 +93,12 @@ class RankLauncher:
         name = f"@moesaic-group-{secrets.token_hex(16)}"
         listen = config.remote_address or ""
         self._place = RankPlace(name, secret.hex(), 0, self.size, node, parallel.nnodes, listen, first)
-        processes = [self._start(config, near) for near in range(1, self.size)]
-        self._over, self._ended = threading.Event(), SimpleQueue[EndedRank]()
-        self._gone: EndedRank | None = None
-        self._ending = weakref.finalize(self, _end, processes, self._over)
+        processes = [self._start(config, local_rank) for local_rank in range(1, self.size)]
+        self._end_event, self._ended_ranks = threading.Event(), SimpleQueue[EndedRank]()
+        self._ended_rank: EndedRank | None = None
+        self._ending = weakref.finalize(self, _end, processes, self._end_event)
         for rank, process in enumerate(processes, start=node * self.size + 1):
-            _in_thread(_watch, rank, process, self._ended)
+            _in_thread(_watch, rank, process, self._ended_ranks)
 
     @contextlib.contextmanager
     def starting(self) -> Generator[None]:
@@ -109,23 +109,29 @@ class RankLauncher:
         try:
             yield
         except ConnectionLost as lost:
-            reason = self.why(lost)
+            reason = self.explain_loss(lost)
             self.close()
             raise reason from None
         except BaseException:
             self.close()
             raise
 
-    def why(self, lost: ConnectionLost) -> MoesaicError:
-        """The error to raise instead of `lost`.
+    def explain_loss(self, error: ConnectionLost) -> MoesaicError:
+        """The error to raise instead of `error`.
 
         It is a ConfigError if a rank gave its reason, and otherwise says how the rank's process ended. It is
-        `lost` if all ranks ended because the group did.
+        `error` if all ranks ended because the group did.
         """
-        self._gone = self._gone or _first_ended(self._ended, self.size - 1, END_SECONDS)
-        if self._gone is None or self._gone.followed:
-            return lost
-        return ConfigError(self._gone.text) if self._gone.reason else ConnectionLost(self._gone.text)
+        self._ended_rank = self._ended_rank or _find_first_ended(
+            self._ended_ranks, self.size - 1, END_SECONDS
+        )
+        if self._ended_rank is None or self._ended_rank.ended_with_group:
+            return error
+        return (
+            ConfigError(self._ended_rank.text)
+            if self._ended_rank.reason
+            else ConnectionLost(self._ended_rank.text)
+        )
 
     def gather(self, announce: Callable[[RanksMeet], None] = lambda meeting: None) -> Group:
         """Wait for all ranks and return this rank's end of the group. announce: see `meet`.
@@ -134,23 +140,23 @@ class RankLauncher:
         """
         return meet(self._place, announce)
 
-    def when_lost(self, report: Callable[[str], None]) -> None:
+    def watch_ranks(self, report: Callable[[str], None]) -> None:
         """Call `report` once, from a thread, when a rank ends before `close`.
 
         It is called even while the group is idle.
         """
-        _in_thread(_report, self._ended, self.size - 1, self._over, report)
+        _in_thread(_report, self._ended_ranks, self.size - 1, self._end_event, report)
 
     def close(self) -> None:
         """End the processes and wait until they have ended."""
         self._ending()
 
-    def _start(self, config: WorkerConfig, near: int) -> subprocess.Popen[bytes]:
-        """near: number of the rank among those of this host."""
-        process = spawn_rank(config, self._place.node * self.size + near)
+    def _start(self, config: WorkerConfig, local_rank: int) -> subprocess.Popen[bytes]:
+        """local_rank: number of the rank among those of this host."""
+        process = spawn_rank(config, self._place.node * self.size + local_rank)
         assert process.stdin is not None
         # Not in the command, which other users can read.
-        process.stdin.write(replace(self._place, near=near).to_line().encode())
+        process.stdin.write(replace(self._place, local_rank=local_rank).to_line().encode())
         process.stdin.flush()
         return process
 
@@ -162,7 +168,7 @@ def spawn_rank(config: WorkerConfig, rank: int, module: str = MODULE) -> subproc
     """
     command = [sys.executable, "-m", module, "--rank", str(rank)]
     return subprocess.Popen(
-        [*command, "--config", of_rank(config, rank).to_json()],
+        [*command, "--config", rank_config(config, rank).to_json()],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=rank_environment(config, rank),
@@ -172,7 +178,7 @@ def spawn_rank(config: WorkerConfig, rank: int, module: str = MODULE) -> subproc
 
 def rank_environment(config: WorkerConfig, rank: int) -> dict[str, str]:
     """The environment of a rank's process. Rank i of its host takes GPU i, where there is one."""
-    gpus = gpus_of(config.model)
+    gpus = count_gpus(config.model)
     return worker_environment() | (one_gpu(rank % config.parallel.ranks_per_node, gpus) if gpus else {})
 
 
@@ -181,43 +187,48 @@ def _in_thread(work: Callable[..., None], *arguments: object) -> None:
 
 
 def _report(
-    ended: SimpleQueue[EndedRank], others: int, over: threading.Event, report: Callable[[str], None]
+    ended_ranks: SimpleQueue[EndedRank],
+    num_others: int,
+    end_event: threading.Event,
+    report: Callable[[str], None],
 ) -> None:
-    first = _first_ended(ended, others, None)
-    if first is not None and not over.is_set():
+    first = _find_first_ended(ended_ranks, num_others, None)
+    if first is not None and not end_event.is_set():
         report(first.text)
 
 
-def _first_ended(ended: SimpleQueue[EndedRank], others: int, seconds: float | None) -> EndedRank | None:
-    """The rank whose end made the rest of the `others` end. None if no rank ends in time."""
-    found = None
+def _find_first_ended(
+    ended_ranks: SimpleQueue[EndedRank], num_others: int, seconds: float | None
+) -> EndedRank | None:
+    """The rank whose end made the rest of the `num_others` end. None if no rank ends in time."""
+    ended_rank = None
     with contextlib.suppress(Empty):
-        for _ in range(others):
-            found = ended.get(timeout=seconds if found is None else END_SECONDS)
-            if not found.followed:
+        for _ in range(num_others):
+            ended_rank = ended_ranks.get(timeout=seconds if ended_rank is None else END_SECONDS)
+            if not ended_rank.ended_with_group:
                 break
-    return found
+    return ended_rank
 
 
-def _watch(rank: int, process: subprocess.Popen[bytes], ended: SimpleQueue[EndedRank]) -> None:
+def _watch(rank: int, process: subprocess.Popen[bytes], ended_ranks: SimpleQueue[EndedRank]) -> None:
     """Watch a rank until it ends. It sends signs of life once Python has loaded the program."""
     assert process.stdout is not None
     output = b""  # without signs of life
-    more = select.poll()  # select.select knows no descriptor of 1024 or more
+    poller = select.poll()  # select.select knows no descriptor of 1024 or more
     with process.stdout as signs:
-        more.register(signs, select.POLLIN)
+        poller.register(signs, select.POLLIN)
         while read := os.read(signs.fileno(), 4096):
             output = (output + read).lstrip(ALIVE)
             # In turns: while the whole machine is paused, only one of them passes.
-            if not any(more.poll(1000 * FROZEN_SECONDS / TURNS) for _ in range(TURNS)):
+            if not any(poller.poll(1000 * FROZEN_SECONDS / TURNS) for _ in range(TURNS)):
                 process.kill()
     line = output.partition(b"\n")[0].decode(errors="replace")
-    ended.put(EndedRank(rank, process.pid, process.wait(), line))
+    ended_ranks.put(EndedRank(rank, process.pid, process.wait(), line))
 
 
-def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> None:
+def _end(processes: list[subprocess.Popen[bytes]], end_event: threading.Event) -> None:
     """Close the standard input of the processes, which ends them."""
-    over.set()
+    end_event.set()
     for process in processes:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already
@@ -230,11 +241,15 @@ def _end(processes: list[subprocess.Popen[bytes]], over: threading.Event) -> Non
             process.wait()
 
 
-def of_rank(config: WorkerConfig, rank: int) -> WorkerConfig:
+def rank_config(config: WorkerConfig, rank: int) -> WorkerConfig:
     """The settings of one rank of the group: it gets its share of the worker's cores and threads."""
     size = config.parallel.ranks_per_node
-    near = rank % size
+    local_rank = rank % size
     cpus = config.cpus or (tuple(allowed_cpus()) if config.model.pin_threads else ())
-    mine = cpus[near * len(cpus) // size : (near + 1) * len(cpus) // size] if len(cpus) >= size else cpus
+    own_cpus = (
+        cpus[local_rank * len(cpus) // size : (local_rank + 1) * len(cpus) // size]
+        if len(cpus) >= size
+        else cpus
+    )
     threads = config.most_threads or len(cpus) or cores()
-    return replace(config, cpus=mine, most_threads=max(1, threads // size))
+    return replace(config, cpus=own_cpus, most_threads=max(1, threads // size))

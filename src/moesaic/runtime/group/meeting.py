@@ -32,9 +32,9 @@ class RankPlace:
     """Unix socket of the first rank of this host."""
     secret: str
     """Of the group, in hex."""
-    near: int
+    local_rank: int
     """Number of the rank among those of its host."""
-    each: int
+    ranks_per_host: int
     """Ranks of each host."""
     node: int = 0
     """Number of the host."""
@@ -42,7 +42,7 @@ class RankPlace:
     """Number of hosts."""
     listen: str = ""
     """tcp:HOST:PORT at which this host listens for ranks of other hosts. Empty: there are none."""
-    first: str = ""
+    first_address: str = ""
     """tcp:HOST:PORT at which rank 0 listens. Empty on its own host."""
 
     def to_line(self) -> str:
@@ -62,24 +62,27 @@ def meet(place: RankPlace, announce: Callable[[RanksMeet], None]) -> Group:
 
     Raises ConnectionLost if a rank is missing, and ConfigError for an address at which it cannot listen.
     """
-    return OneShotGroup(_near(place) if place.nodes == 1 else _over_hosts(place, announce))
+    return OneShotGroup(_gather_local_ranks(place) if place.nodes == 1 else _over_hosts(place, announce))
 
 
-def _near(place: RankPlace) -> Peers:
+def _gather_local_ranks(place: RankPlace) -> Peers:
     secret = bytes.fromhex(place.secret)
-    return gather(place.socket, secret, place.near, place.each, seconds=READY_SECONDS)
+    return gather(place.socket, secret, place.local_rank, place.ranks_per_host, seconds=READY_SECONDS)
 
 
 def _over_hosts(place: RankPlace, announce: Callable[[RanksMeet], None]) -> Peers:
-    where, listen = Place(place.node, place.nodes, place.near, place.each), addresses.parse(place.listen)
+    place_of_rank, listen = (
+        Place(place.node, place.nodes, place.local_rank, place.ranks_per_host),
+        addresses.parse(place.listen),
+    )
     if listen.port:
-        listen = listen._replace(port=listen.port + place.near)
+        listen = listen._replace(port=listen.port + place.local_rank)
     door = Door(str(listen), bytes.fromhex(place.secret))
     try:
-        if where.rank == 0:
+        if place_of_rank.rank == 0:
             announce(RanksMeet(door.address, door.secret))
-        near = _near(place)
+        local_peers = _gather_local_ranks(place)
     except BaseException:
         door.close()
         raise
-    return link(near, door, where, place.first, READY_SECONDS)
+    return link(local_peers, door, place_of_rank, place.first_address, READY_SECONDS)

@@ -17,35 +17,35 @@ from moesaic.core.offload import Offload
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.block import Block
 from moesaic.models.model import Model
-from moesaic.offload.parts import Part
-from moesaic.offload.post_attention import Do
-from moesaic.offload.weights import Streamed
+from moesaic.offload.parts import MicroBatch
+from moesaic.offload.post_attention import TaskFunction
+from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.tasks import Kind, Task
 from moesaic.runtime import offloaded
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
-from moesaic.runtime.group.exchanges import at_once
+from moesaic.runtime.group.exchanges import run_at_once
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.transport.peers import HALF_BYTES
 
 WHOLE_BLOCKS = ("cgopipe", "s4", "serial")
 """Schedules with gate and experts in one task. The collectives of a group run between the two."""
-ATTENDED_BESIDE = ("s2", "s3")
+SLOW_ATTENTION_SCHEDULES = ("s2", "s3")
 """Further schedules, where the slow level has a processor."""
 
 
 def check(config: WorkerConfig, offload: Offload) -> None:
     """Raises ConfigError for a policy that a group cannot carry out, or experts that cannot be paged."""
     offloaded.check(config)
-    size, gpu = config.parallel.tensor_parallel_size, offloaded.on_gpu(config.model)
-    for name, value, allowed in (
+    size, gpu = config.parallel.tensor_parallel_size, offloaded.is_on_gpu(config.model)
+    for name, value, allowed_values in (
         ("--expert-tensor-parallel-size", config.parallel.expert_tensor_parallel_size, (1,)),
-        ("--offload-schedule", offload.schedule, WHOLE_BLOCKS + ATTENDED_BESIDE * gpu),
+        ("--offload-schedule", offload.schedule, WHOLE_BLOCKS + SLOW_ATTENTION_SCHEDULES * gpu),
         ("link", offload.link, (None,)),
         ("slow_attention", offload.slow_attention, (False, True) if gpu else (False,)),
         ("slow_cache", offload.slow_cache, (0, 1) if gpu else (0,)),
     ):
-        if value not in allowed:
-            text = ", ".join(map(str, allowed))
+        if value not in allowed_values:
+            text = ", ".join(map(str, allowed_values))
             raise ConfigError.field(
                 name, value, f"{text} with --fast-memory and --tensor-parallel-size {size}"
             )
@@ -55,13 +55,13 @@ def check(config: WorkerConfig, offload: Offload) -> None:
 class PassWeights:
     """The weights of a rank's experts during a pass, by layer."""
 
-    def __init__(self, streamed: Streamed) -> None:
-        self._streamed = streamed
+    def __init__(self, streamed_experts: StreamedExperts) -> None:
+        self._streamed_experts = streamed_experts
         self.turn = 0
         """The turn of the pass's first layer; see Streamed."""
 
     def __call__(self, layer: int) -> ExpertWeights:
-        return self._streamed.experts(self.turn + layer, layer)
+        return self._streamed_experts.experts(self.turn + layer, layer)
 
 
 class GroupPostAttention:
@@ -82,35 +82,38 @@ class GroupPostAttention:
         A layout keeps the ranks of its rows from layer to layer.
         """
         self._model, self._rows, self._collectives, self._weights = model, rows, collectives, weights
-        self._most = rows_of_round(model)
+        self._rows_per_round = rows_of_round(model)
         self._pieces: list[list[tuple[slice, CollectiveLayout]]] = []
         """The pieces of each micro-batch."""
-        self.tasks: Mapping[Kind, Do] = {Kind.POST_WITH_EXPERTS: self._post}
+        self.tasks: Mapping[Kind, TaskFunction] = {Kind.POST_WITH_EXPERTS: self._post}
 
-    def begin(self, parts: Sequence[Part], turn: int, prefill: bool) -> None:
+    def begin(self, parts: Sequence[MicroBatch], turn: int, prefill: bool) -> None:
         self._weights.turn = turn
         self._pieces = [self._cut(part) for part in parts]
 
-    def merge(self, layer: int, part: Part) -> None:
+    def merge(self, layer: int, part: MicroBatch) -> None:
         """Does nothing: the rows are merged already."""
 
-    def _cut(self, part: Part) -> list[tuple[slice, CollectiveLayout]]:
+    def _cut(self, part: MicroBatch) -> list[tuple[slice, CollectiveLayout]]:
         ids = part.batch.token_ids
-        pieces = [(slice(at, at + self._most), self._collectives()) for at in range(0, len(ids), self._most)]
+        pieces = [
+            (slice(start, start + self._rows_per_round), self._collectives())
+            for start in range(0, len(ids), self._rows_per_round)
+        ]
         for piece, collectives in pieces:
             collectives.begin(ids[piece])
         return pieces
 
-    def _post(self, task: Task, part: Part) -> None:
-        block, attended = self._model.blocks[task.layer], part.attended
-        assert attended is not None
-        rows = block.output_projection(attended)
-        part.attended = None
+    def _post(self, task: Task, part: MicroBatch) -> None:
+        block, attention_output = self._model.blocks[task.layer], part.attention_output
+        assert attention_output is not None
+        rows = block.output_projection(attention_output)
+        part.attention_output = None
         for piece, collectives in self._pieces[task.micro_batch]:
-            rows[piece] = self._after(collectives, task.layer, block, part.hidden[piece], rows[piece])
+            rows[piece] = self._feed_forward(collectives, task.layer, block, part.hidden[piece], rows[piece])
         part.hidden = rows
 
-    def _after(
+    def _feed_forward(
         self,
         collectives: CollectiveLayout,
         layer: int,
@@ -120,10 +123,10 @@ class GroupPostAttention:
     ) -> torch.Tensor:
         stages = (
             collectives.feed_forward(layer, block, hidden, partial)
-            if block.routed
+            if block.is_routed
             else dense_feed_forward(self._rows, block, hidden, partial)
         )
-        return at_once(stages, len(hidden))
+        return run_at_once(stages, len(hidden))
 
 
 def rows_of_round(model: Model) -> int:

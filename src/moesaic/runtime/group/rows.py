@@ -57,7 +57,7 @@ class RowCollectives(Protocol):
         """Whether a CUDA graph can hold an all-reduce, and the others of rows in the batch's order."""
         ...
 
-    def replayed(self, sent: Traffic) -> None:
+    def count_replayed(self, traffic: Traffic) -> None:
         """Count the bytes of exchanges that a graph has carried out."""
         ...
 
@@ -88,7 +88,7 @@ class RowCollectives(Protocol):
         """Send hidden [n, h] to the ranks of their experts. A row travels to a rank once. weights: [n, k]."""
         ...
 
-    def combine(self, route: Route, answers: torch.Tensor, arrived: ArrivedPairs) -> torch.Tensor:
+    def combine(self, route: Route, answers: torch.Tensor, arrived_pairs: ArrivedPairs) -> torch.Tensor:
         """Send the answers [p, h] of the pairs back. Returns those of this rank's rows, [n, k, h]."""
         ...
 
@@ -109,7 +109,7 @@ class HostRows:
     def traffic(self) -> Traffic:
         return self.group.traffic
 
-    def replayed(self, sent: Traffic) -> None:
+    def count_replayed(self, traffic: Traffic) -> None:
         """Does nothing: no graph has sent anything."""
 
     def when_closing(self, free: Callable[[], None]) -> None:
@@ -126,11 +126,11 @@ class HostRows:
     def all_gather(
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
-        found = self.group.all_gather(to_host(rows), order)
-        if len(found) != sum(sizes):
+        gathered = self.group.all_gather(to_host(rows), order)
+        if len(gathered) != sum(sizes):
             self.close()
-            raise ConnectionLost(f"the ranks sent {len(found)} rows where {sum(sizes)} were expected")
-        return to_device(found, rows.device)
+            raise ConnectionLost(f"the ranks sent {len(gathered)} rows where {sum(sizes)} were expected")
+        return to_device(gathered, rows.device)
 
     def dispatch(self, route: Route, hidden: torch.Tensor, weights: FloatArray) -> ArrivedPairs:
         packets = dispatch(self.group, route, to_host(hidden), weights)
@@ -139,8 +139,8 @@ class HostRows:
         experts = np.concatenate([ids for _, ids in pairs]).astype(np.int64)
         return ArrivedPairs(to_device(rows, hidden.device), experts, tuple(len(row) for row, _ in pairs))
 
-    def combine(self, route: Route, answers: torch.Tensor, arrived: ArrivedPairs) -> torch.Tensor:
-        parts = np.split(to_host(answers), np.cumsum(arrived.counts)[:-1])
+    def combine(self, route: Route, answers: torch.Tensor, arrived_pairs: ArrivedPairs) -> torch.Tensor:
+        parts = np.split(to_host(answers), np.cumsum(arrived_pairs.counts)[:-1])
         return to_device(combine_pairs(self.group, route, parts), answers.device)
 
     def close(self) -> None:

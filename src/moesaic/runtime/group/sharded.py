@@ -21,19 +21,19 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.metrics import ExpertStats, GroupStats, PassStats
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
 from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
-from moesaic.runtime.group.exchanges import Stages, at_once
+from moesaic.runtime.group.exchanges import Stages, run_at_once
 from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.launcher import RankLauncher
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
-from moesaic.runtime.predicting import known_rows
-from moesaic.runtime.sampling.checking import Sampled
+from moesaic.runtime.predicting import select_known_rows
+from moesaic.runtime.sampling.checking import SampledTokens
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.step.stages import until_output_projection
 
@@ -89,7 +89,7 @@ class RankRunner:
         """On the other ranks: compute the steps of the first rank. Raises ConnectionLost when it is gone."""
         with torch.inference_mode():
             while True:
-                batch, rows = _announced(next_message(self._group, self.memory))
+                batch, rows = _parse_message(next_message(self._group, self.memory))
                 if rows is None:
                     self._run(batch)
                 elif self._predict is not None:
@@ -114,7 +114,7 @@ class RankRunner:
         try:
             self._group.announce(message)
         except ConnectionLost as lost:
-            raise self._reason(lost) from None
+            raise self._explain_loss(lost) from None
 
     def _compute(self, run: Callable[[], torch.Tensor]) -> StepResult:
         """Compute a step. It waits inside the collectives only.
@@ -125,16 +125,16 @@ class RankRunner:
             return StepResult(run())
         except ConnectionLost as lost:
             self._rows.close()
-            raise self._reason(lost) from None
+            raise self._explain_loss(lost) from None
         except BaseException:
             self._rows.close()
             raise
 
-    def _reason(self, lost: ConnectionLost) -> MoesaicError:
-        return lost if self.launcher is None else self.launcher.why(lost)
+    def _explain_loss(self, error: ConnectionLost) -> MoesaicError:
+        return error if self.launcher is None else self.launcher.explain_loss(error)
 
 
-def _announced(message: bytes) -> tuple[TokenBatch, IntArray | None]:
+def _parse_message(message: bytes) -> tuple[TokenBatch, IntArray | None]:
     """A step, or a prediction and its rows. Raises ConnectionLost for bytes that no first rank wrote."""
     numbers = np.frombuffer(message[: len(message) // 8 * 8], np.int64)
     if len(numbers) < 2 or numbers[0] != _PREDICTION:
@@ -152,9 +152,9 @@ class GroupPredictor:
 
     runner: RankRunner
 
-    def begin(self, plan: StepPlan, result: StepResult, found: Sampled) -> WholeStep:
+    def begin(self, plan: StepPlan, result: StepResult, new_tokens: SampledTokens) -> WholeStep:
         """See `Predictor`. Each rank still has the rows of `result`."""
-        return self.runner.begin_prediction(*known_rows(plan, found))
+        return self.runner.begin_prediction(*select_known_rows(plan, new_tokens))
 
 
 class ShardedModel:
@@ -179,37 +179,41 @@ class ShardedModel:
         """See `RunBatch`."""
         device = self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
+        tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
         stages = self.stages(tokens, positions, attention, batch.token_ids)
-        hidden = at_once(stages, batch.num_rows)
-        self.keep(hidden)
-        return hidden[moved(batch.logit_rows, device)]
+        hidden = run_at_once(stages, batch.num_rows)
+        self.keep_rows(hidden)
+        return hidden[move_array(batch.logit_rows, device)]
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
         """See `RunPrediction`."""
-        kept, device = self.kept(rows), self.device
+        kept_rows, device = self.select_kept_rows(rows), self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
-        tokens, positions = moved(batch.token_ids, device), moved(batch.positions, device)
-        stages = self.prediction(tokens, positions, attention, kept, batch.token_ids)
-        return at_once(stages, batch.num_rows)[moved(batch.logit_rows, device)]
+        tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
+        stages = self.prediction(tokens, positions, attention, kept_rows, batch.token_ids)
+        return run_at_once(stages, batch.num_rows)[move_array(batch.logit_rows, device)]
 
-    def kept(self, rows: IntArray) -> torch.Tensor:
+    def select_kept_rows(self, rows: IntArray) -> torch.Tensor:
         """[n, h] these rows of the last step. Raises ConnectionLost if it has no such rows."""
         last = self._last
         if self.model.prediction is None or last is None or not len(rows) or rows.max() >= len(last):
             raise ConnectionLost("a prediction for rows of an unknown step")
-        return last if len(rows) == len(last) else last[moved(rows, self.device)]
+        return last if len(rows) == len(last) else last[move_array(rows, self.device)]
 
     def stages(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, known: IntArray
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        host_token_ids: IntArray,
     ) -> Stages:
         """All stages of a step, which return the hidden states [n, h] of all rows after the last block.
 
-        known: [n] what the host knows of the token ids.
+        host_token_ids: [n] what the host knows of the token ids.
         """
-        self.collectives.begin(known)
+        self.collectives.begin(host_token_ids)
         hidden = self.model.embed(token_ids)
-        return (yield from self._through(range(len(self.model.blocks)), hidden, positions, attention))
+        return (yield from self._run_layers(range(len(self.model.blocks)), hidden, positions, attention))
 
     def prediction(
         self,
@@ -217,29 +221,29 @@ class ShardedModel:
         positions: torch.Tensor,
         attention: AttentionBatch,
         hidden: torch.Tensor,
-        known: IntArray,
+        host_token_ids: IntArray,
     ) -> Stages:
         """As `stages`, of the layer that predicts the token after the next one.
 
         hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
         """
         layer = len(self.model.blocks)
-        self.collectives.begin(known)
-        before = self.model.before_prediction(hidden, token_ids)
-        return (yield from self._through(range(layer, layer + 1), before, positions, attention))
+        self.collectives.begin(host_token_ids)
+        prediction_input = self.model.enter_prediction(hidden, token_ids)
+        return (yield from self._run_layers(range(layer, layer + 1), prediction_input, positions, attention))
 
-    def keep(self, hidden: torch.Tensor) -> None:
+    def keep_rows(self, hidden: torch.Tensor) -> None:
         """Keep the rows [n, h] of a step after the last block, if a layer goes on from them."""
         self._last = None if self.model.prediction is None else hidden
 
-    def _through(
+    def _run_layers(
         self, layers: range, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch
     ) -> Stages:
         """hidden [n, h] before the first of these layers -> [n, h] after the last one."""
         for layer in layers:
             block = self.model.block(layer)
             partial = until_output_projection(block, layer, hidden, positions, attention, self._memory)
-            if block.routed:
+            if block.is_routed:
                 hidden = yield from self.collectives.feed_forward(layer, block, hidden, partial)
             else:
                 hidden = yield from dense_feed_forward(self.rows, block, hidden, partial)

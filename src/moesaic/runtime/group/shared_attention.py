@@ -48,17 +48,18 @@ class SharedAttention:
     def __init__(
         self,
         rows: RowCollectives,
-        why: Callable[[ConnectionLost], MoesaicError],
-        nothing: torch.Tensor,
+        explain_loss: Callable[[ConnectionLost], MoesaicError],
+        empty_rows: torch.Tensor,
     ) -> None:
-        """why: the error to raise where a rank is gone. nothing: [0, h] on the device of the rows.
+        """explain_loss: the error to raise where a rank is gone. empty_rows: [0, h] on the device of the
+        rows.
 
         The group is closed when this object is deleted.
         """
-        self._rows, self._together = rows, Together(rows, why)
-        self._sent: AttentionBatch | None = None
+        self._rows, self._announcer = rows, Together(rows, explain_loss)
+        self._sent_step: AttentionBatch | None = None
         """The step that the other ranks have. They have those of recordings beside it."""
-        self._recordings, self._nothing = 0, nothing
+        self._recordings, self._empty_rows = 0, empty_rows
         self._recording: RecordedStages | None = None
         """Of the step that is recorded now."""
         weakref.finalize(self, rows.close)
@@ -76,18 +77,18 @@ class SharedAttention:
 
         After an error the group is closed, since the other ranks are in the middle of the layer.
         """
-        given = block, layer, hidden, positions, attention, memory
+        arguments = block, layer, hidden, positions, attention, memory
         if self._recording is not None:
-            return (yield from self._recording.stages(*given))
-        return self._together.run(partial(self._attend, *given))
+            return (yield from self._recording.stages(*arguments))
+        return self._announcer.run(partial(self._attend, *arguments))
 
     @contextmanager
     def recording(self, kind: Kind) -> Iterator[RecordedStages]:
         """See `SharedHeads`. The other ranks record too."""
         self._recordings += 1
-        hidden = self._nothing.new_zeros(kind.rows, self._nothing.shape[1])
+        hidden = self._empty_rows.new_zeros(kind.rows, self._empty_rows.shape[1])
         recorded_attention = gpu_parts.recorded_attention()
-        recording = recorded_attention(self._together, self._recordings, kind, hidden)
+        recording = recorded_attention(self._announcer, self._recordings, kind, hidden)
         self._recording = recording
         try:
             yield recording
@@ -104,9 +105,9 @@ class SharedAttention:
         memory: LayerMemory,
     ) -> torch.Tensor:
         rows, sizes = self._rows, at_first(len(hidden), self._rows.group.size)
-        step = b"" if attention is self._sent else pack(attention.batch)
-        self._together.announce(layer, step=step)
-        self._sent = attention
+        step = b"" if attention is self._sent_step else pack(attention.batch)
+        self._announcer.announce(layer, step=step)
+        self._sent_step = attention
         rows.all_gather(hidden, sizes)
         addend = until_output_projection(block, layer, hidden, positions, attention, memory)
         return rows.reduce_scatter(addend, sizes)
@@ -155,27 +156,27 @@ class AttentionRank:
         """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message."""
         rows, attention, spec = self._rows, None, self._model.spec
         layers = spec.num_layers + spec.predicting
-        nothing = torch.empty(0, spec.hidden_size, device=self._device)
+        empty_rows = torch.empty(0, spec.hidden_size, device=self._device)
         with torch.inference_mode():
             while True:
                 message = next_message(rows.group, self._memory)
                 if self._recordings is not None and self._recordings.is_about(message):
                     self._recordings.follow(message)
                     continue
-                layer, step = _parsed(message, layers)
+                layer, step = _parse_message(message, layers)
                 if step:
                     attention = AttentionBatch.build(unpack(step), self._block_size, self._device)
                 if attention is None:
                     raise ConnectionLost("rows of an unknown step")
                 sizes = at_first(attention.batch.num_rows, rows.group.size)
-                hidden = rows.all_gather(nothing, sizes)
+                hidden = rows.all_gather(empty_rows, sizes)
                 positions = to_device(attention.batch.positions, self._device)
                 block = self._model.block(layer)
                 addend = until_output_projection(block, layer, hidden, positions, attention, self._memory)
                 rows.reduce_scatter(addend, sizes)
 
 
-def _parsed(message: bytes, layers: int) -> tuple[int, bytes]:
+def _parse_message(message: bytes, layers: int) -> tuple[int, bytes]:
     """The layer, and the bytes of the step if it is a new one."""
     if len(message) < _LAYER.size:
         raise ConnectionLost(f"a layer's message of {len(message)} bytes")

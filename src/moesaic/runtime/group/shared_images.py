@@ -19,9 +19,9 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import Group
 from moesaic.experts.collectives.packets import FloatArray
-from moesaic.models.kvcache.images import Bytes, CopiedMemory, Written
+from moesaic.models.kvcache.images import Bytes, CopiedMemory, OnLayerWritten
 from moesaic.models.kvcache.memory import HybridMemory, LayerMemory
-from moesaic.models.kvcache.paged import PagedKV
+from moesaic.models.kvcache.paged_kv import PagedKV
 
 _MARK = -(1 << 62)
 """The first number of a request. Nothing else that is announced begins with it."""
@@ -39,12 +39,12 @@ class GroupMemory:
     """On the first rank: a `CopiedMemory` of all ranks."""
 
     def __init__(
-        self, group: Group, memory: CopiedMemory, why: Callable[[ConnectionLost], MoesaicError]
+        self, group: Group, memory: CopiedMemory, explain_loss: Callable[[ConnectionLost], MoesaicError]
     ) -> None:
-        """memory: of the first rank. why: the error to raise where a rank is gone. The other ranks have to be
-        ready for requests."""
-        self._group, self._memory, self._why = group, memory, why
-        sizes = self._alone(self._ask_sizes).reshape(-1, 2).T.tolist()
+        """memory: of the first rank. explain_loss: the error to raise where a rank is gone. The other ranks
+        have to be ready for requests."""
+        self._group, self._memory, self._explain_loss = group, memory, explain_loss
+        sizes = self._run_request(self._ask_sizes).reshape(-1, 2).T.tolist()
         self._layer_bytes: list[int] = sizes[0]
         """Bytes of a block in a layer, on each rank."""
         self._state_bytes: list[int] = sizes[1]
@@ -63,23 +63,23 @@ class GroupMemory:
 
     def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
         sizes = [len(blocks) * len(layers) * size for size in self._layer_bytes]
-        own = self._memory.copy_blocks(blocks, layers)
-        return self._collect(_COPY_BLOCKS, (layers.start, layers.stop, 0), blocks, own, sizes)
+        own_part = self._memory.copy_blocks(blocks, layers)
+        return self._collect(_COPY_BLOCKS, (layers.start, layers.stop, 0), blocks, own_part, sizes)
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
         sizes = [len(blocks) * len(layers) * size for size in self._layer_bytes]
-        own = self._give(_PUT_BLOCKS, (layers.start, layers.stop, skipped), blocks, data, sizes)
-        self._memory.put_blocks(blocks, layers, own, skipped)
+        own_part = self._give(_PUT_BLOCKS, (layers.start, layers.stop, num_skipped), blocks, data, sizes)
+        self._memory.put_blocks(blocks, layers, own_part, num_skipped)
 
     def copy_states(self, page: int, seat: int) -> Bytes:
-        own, places = self._memory.copy_states(page, seat), np.array([page, seat])
-        return self._collect(_COPY_STATES, (0, 0, 0), places, own, self._state_bytes)
+        own_part, places = self._memory.copy_states(page, seat), np.array([page, seat])
+        return self._collect(_COPY_STATES, (0, 0, 0), places, own_part, self._state_bytes)
 
     def put_states(self, page: int, seat: int, data: Bytes) -> None:
-        own = self._give(_PUT_STATES, (0, 0, 0), np.array([page, seat]), data, self._state_bytes)
-        self._memory.put_states(page, seat, own)
+        own_part = self._give(_PUT_STATES, (0, 0, 0), np.array([page, seat]), data, self._state_bytes)
+        self._memory.put_states(page, seat, own_part)
 
-    def watch(self, written: Written) -> None:
+    def watch(self, on_written: OnLayerWritten) -> None:
         """Calls nothing: in the middle of a layer the other ranks compute, and answer no request."""
 
     def _ask_sizes(self) -> IntArray:
@@ -87,7 +87,7 @@ class GroupMemory:
         return _all_sizes(self._group, self._memory)
 
     def _collect(
-        self, kind: int, fields: tuple[int, int, int], places: IntArray, own: Bytes, sizes: Sequence[int]
+        self, kind: int, fields: tuple[int, int, int], places: IntArray, own_part: Bytes, sizes: Sequence[int]
     ) -> Bytes:
         """The bytes of each rank, in their order."""
 
@@ -95,11 +95,11 @@ class GroupMemory:
             rounds = _rounds(sizes)
             self._group.announce(_request(kind, fields, rounds, places))
             counts = [0, *map(_numbers, sizes[1:])]
-            return _exchange(self._group, rounds, [_NONE] * len(sizes), counts)
+            return _exchange(self._group, rounds, [_EMPTY] * len(sizes), counts)
 
-        found = self._alone(run)
-        parts = [_bytes(part, size) for part, size in zip(found, sizes, strict=True)]
-        return np.concatenate([own, *parts[1:]])
+        received_parts = self._run_request(run)
+        parts = [_bytes(part, size) for part, size in zip(received_parts, sizes, strict=True)]
+        return np.concatenate([own_part, *parts[1:]])
 
     def _give(
         self, kind: int, fields: tuple[int, int, int], places: IntArray, data: Bytes, sizes: Sequence[int]
@@ -110,18 +110,18 @@ class GroupMemory:
         def run() -> None:
             rounds = _rounds(sizes)
             self._group.announce(_request(kind, fields, rounds, places))
-            _exchange(self._group, rounds, [_NONE, *map(_floats, parts[1:])], [0] * len(sizes))
+            _exchange(self._group, rounds, [_EMPTY, *map(_floats, parts[1:])], [0] * len(sizes))
 
-        self._alone(run)
+        self._run_request(run)
         return parts[0]
 
-    def _alone(self, run: Callable[[], Result]) -> Result:
+    def _run_request(self, run: Callable[[], Result]) -> Result:
         """Runs one request. After an error the group is closed, since the other ranks are in the middle."""
         try:
             return run()
         except ConnectionLost as lost:
             self._group.close()
-            raise self._why(lost) from None
+            raise self._explain_loss(lost) from None
         except BaseException:
             self._group.close()
             raise
@@ -140,21 +140,21 @@ def next_message(group: Group, memory: LayerMemory) -> bytes:
 
 
 def _answer(request: IntArray, group: Group, memory: CopiedMemory) -> None:
-    _, kind, start, stop, skipped, rounds = request[:_FIELDS].tolist()
+    _, kind, start, stop, num_skipped, rounds = request[:_FIELDS].tolist()
     places, layers = request[_FIELDS:].copy(), range(start, stop)
-    none, state_bytes = [_NONE] * group.size, memory.state_bytes
+    empty_parts, state_bytes = [_EMPTY] * group.size, memory.state_bytes
     if kind == _SIZES:
         _all_sizes(group, memory)
     elif kind in (_COPY_BLOCKS, _COPY_STATES):
         blocks = kind == _COPY_BLOCKS
         data = memory.copy_blocks(places, layers) if blocks else memory.copy_states(*places.tolist())
-        _exchange(group, rounds, [_floats(data), *none[1:]], [0] * group.size)
+        _exchange(group, rounds, [_floats(data), *empty_parts[1:]], [0] * group.size)
     else:
         size = len(places) * len(layers) * memory.layer_bytes if kind == _PUT_BLOCKS else state_bytes
         numbers = [_numbers(size), *[0] * (group.size - 1)]
-        data = _bytes(_exchange(group, rounds, none, numbers)[0], size)
+        data = _bytes(_exchange(group, rounds, empty_parts, numbers)[0], size)
         if kind == _PUT_BLOCKS:
-            memory.put_blocks(places, layers, data, skipped)
+            memory.put_blocks(places, layers, data, num_skipped)
         else:
             page, seat = places.tolist()
             memory.put_states(page, seat, data)
@@ -162,8 +162,8 @@ def _answer(request: IntArray, group: Group, memory: CopiedMemory) -> None:
 
 def _all_sizes(group: Group, memory: CopiedMemory) -> IntArray:
     """[2 * ranks] the bytes of a block in a layer and of states, of each rank."""
-    mine = np.array([memory.layer_bytes, memory.state_bytes])
-    return group.gather_notes(mine, np.arange(2 * group.size))
+    own_sizes = np.array([memory.layer_bytes, memory.state_bytes])
+    return group.gather_notes(own_sizes, np.arange(2 * group.size))
 
 
 def _request(kind: int, fields: tuple[int, int, int], rounds: int, places: IntArray) -> bytes:
@@ -174,14 +174,14 @@ def _exchange(
     group: Group, rounds: int, parts: Sequence[FloatArray], counts: Sequence[int]
 ) -> list[FloatArray]:
     """Sends parts[r] to rank r, and returns counts[r] numbers of each rank: none of this one."""
-    found: list[list[FloatArray]] = [[] for _ in parts]
+    received: list[list[FloatArray]] = [[] for _ in parts]
     for begin in range(0, rounds * ROUND, ROUND):
-        mine = [part[begin : begin + ROUND] for part in parts]
-        mine[group.rank] = _NONE
-        wanted = [min(max(0, count - begin), ROUND) for count in counts]
-        for into, answer in zip(found, group.answer(mine, wanted), strict=True):
-            into.append(answer.copy())
-    return [np.concatenate([_NONE, *each]) for each in found]
+        round_parts = [part[begin : begin + ROUND] for part in parts]
+        round_parts[group.rank] = _EMPTY
+        round_counts = [min(max(0, count - begin), ROUND) for count in counts]
+        for received_of_rank, answer in zip(received, group.answer(round_parts, round_counts), strict=True):
+            received_of_rank.append(answer.copy())
+    return [np.concatenate([_EMPTY, *rounds_of_rank]) for rounds_of_rank in received]
 
 
 def _rounds(sizes: Sequence[int]) -> int:
@@ -196,13 +196,13 @@ def _numbers(size: int) -> int:
 
 def _floats(data: Bytes) -> FloatArray:
     """[n, 1] the bytes as float32 numbers, which nobody computes with."""
-    padded = np.zeros(4 * _numbers(len(data)), np.uint8)
-    padded[: len(data)] = data
-    return padded.view(np.float32).reshape(-1, 1)
+    padded_bytes = np.zeros(4 * _numbers(len(data)), np.uint8)
+    padded_bytes[: len(data)] = data
+    return padded_bytes.view(np.float32).reshape(-1, 1)
 
 
 def _bytes(numbers: FloatArray, size: int) -> Bytes:
     return numbers.reshape(-1).view(np.uint8)[:size]
 
 
-_NONE: FloatArray = np.zeros((0, 1), np.float32)
+_EMPTY: FloatArray = np.zeros((0, 1), np.float32)

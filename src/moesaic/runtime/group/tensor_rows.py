@@ -18,7 +18,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.experts.collectives.group import Group, Traffic, equal_sizes
 from moesaic.experts.collectives.packets import FloatArray
 from moesaic.experts.collectives.routing import Route, dispatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.runtime.group.rows import ArrivedPairs
 
@@ -54,18 +54,18 @@ class DeviceRows:
     def __init__(self, group: Group, peers: TensorPeers, kernels: Kernels = REFERENCE) -> None:
         """kernels: compute what is left to a rank: they permute rows, and add them up in rank order."""
         self.group, self._peers, self._kernels = group, peers, kernels
-        self._sent = Counter[str]()
+        self._sent_bytes = Counter[str]()
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic(**Counter(asdict(self.group.traffic)) + self._sent)
+        return Traffic(**Counter(asdict(self.group.traffic)) + self._sent_bytes)
 
     @property
     def capturable(self) -> bool:
         return self._peers.capturable
 
-    def replayed(self, sent: Traffic) -> None:
-        self._sent.update(asdict(sent))
+    def count_replayed(self, traffic: Traffic) -> None:
+        self._sent_bytes.update(asdict(traffic))
 
     def when_closing(self, free: Callable[[], None]) -> None:
         self._peers.when_closing(free)
@@ -80,15 +80,19 @@ class DeviceRows:
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
         if order is not None:
-            rows = self._kernels.permute_rows(rows, moved(order, rows.device))
+            rows = self._kernels.permute_rows(rows, move_array(order, rows.device))
         return self._sum("reduce_scatter", rows, sizes)
 
     def all_gather(
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
         copies = self._kernels.sum_ranks(rows, 1, self.group.size)
-        found = self._gather("all_gather", copies, sizes)
-        return found if order is None else self._kernels.restore_rows(found, moved(order, rows.device))
+        gathered = self._gather("all_gather", copies, sizes)
+        return (
+            gathered
+            if order is None
+            else self._kernels.restore_rows(gathered, move_array(order, rows.device))
+        )
 
     def dispatch(self, route: Route, hidden: torch.Tensor, weights: FloatArray) -> ArrivedPairs:
         """The ranks exchange packets without rows through the host first, so each knows what arrives."""
@@ -97,21 +101,21 @@ class DeviceRows:
         pairs = [packet.pairs for packet in packets]
         experts = np.concatenate([ids for _, ids in pairs]).astype(np.int64)
         receive = [len(packet.rows) for packet in packets]
-        sent = [route.rows(rank) for rank in ranks]
-        chosen = hidden.index_select(0, moved(np.concatenate(sent), device))
-        arrived = self._exchange("all_to_all", chosen, list(map(len, sent)), receive)
+        rows_of_ranks = [route.rows(rank) for rank in ranks]
+        outgoing = hidden.index_select(0, move_array(np.concatenate(rows_of_ranks), device))
+        incoming = self._exchange("all_to_all", outgoing, list(map(len, rows_of_ranks)), receive)
         starts = np.cumsum([0, *receive])
         places = np.concatenate([starts[rank] + row for rank, (row, _) in enumerate(pairs)])
         counts = tuple(len(row) for row, _ in pairs)
-        return ArrivedPairs(arrived.index_select(0, moved(places, device)), experts, counts)
+        return ArrivedPairs(incoming.index_select(0, move_array(places, device)), experts, counts)
 
-    def combine(self, route: Route, answers: torch.Tensor, arrived: ArrivedPairs) -> torch.Tensor:
+    def combine(self, route: Route, answers: torch.Tensor, arrived_pairs: ArrivedPairs) -> torch.Tensor:
         pairs = [route.pairs(rank) for rank in range(self.group.size)]
         top_k, counts = route.owners.shape[1], [len(row) for row, _ in pairs]
-        found = self._exchange("all_to_all", answers, arrived.counts, counts)
-        places = moved(np.concatenate([row * top_k + slot for row, slot in pairs]), answers.device)
-        out = torch.empty_like(found).index_copy_(0, places, found)
-        return out.view(*route.owners.shape, answers.shape[1])
+        returned_rows = self._exchange("all_to_all", answers, arrived_pairs.counts, counts)
+        places = move_array(np.concatenate([row * top_k + slot for row, slot in pairs]), answers.device)
+        ordered_rows = torch.empty_like(returned_rows).index_copy_(0, places, returned_rows)
+        return ordered_rows.view(*route.owners.shape, answers.shape[1])
 
     def close(self) -> None:
         self._peers.close()
@@ -132,5 +136,5 @@ class DeviceRows:
         self, kind: str, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]
     ) -> torch.Tensor:
         row_bytes = rows.element_size() * rows[:1].numel()
-        self._sent[kind] += row_bytes * (len(rows) - send[self.group.rank])
+        self._sent_bytes[kind] += row_bytes * (len(rows) - send[self.group.rank])
         return self._peers.exchange(rows.contiguous(), send, receive)

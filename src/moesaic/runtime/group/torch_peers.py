@@ -33,7 +33,7 @@ class _Backend(Protocol):
     """What is used of a backend of torch.distributed."""
 
     def alltoall_base(
-        self, out: torch.Tensor, rows: torch.Tensor, receive: list[int], send: list[int], options: Any, /
+        self, output: torch.Tensor, rows: torch.Tensor, receive: list[int], send: list[int], options: Any, /
     ) -> distributed.Work | None: ...
 
     def abort(self) -> None: ...
@@ -53,30 +53,30 @@ class TorchPeers:
         try:
             if self._file is None:
                 self._file = os.open(path, os.O_RDWR)
-            self._backend = _connected(backend, group, self._file)
+            self._backend = _connect(backend, group, self._file)
         except (OSError, RuntimeError) as error:
             self._file = None  # stays open: the error's frames hold the store
-            raise self._lost(error) from None
-        each = [1] * group.size
-        self.exchange(probe, each, each)  # NCCL connects in its first one
+            raise self._close_after_error(error) from None
+        one_row_each = [1] * group.size
+        self.exchange(probe, one_row_each, one_row_each)  # NCCL connects in its first one
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         if self._backend is None:
             raise ConnectionLost("this end of the group is closed")
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        output = rows.new_empty(sum(receive), *rows.shape[1:])
         options = C10D.AllToAllOptions()
         options.asyncOp = False  # NCCL then takes the current stream, and keeps no memory for another one
         work = None
         try:
             try:
-                work = self._backend.alltoall_base(out, rows, list(receive), list(send), options)
+                work = self._backend.alltoall_base(output, rows, list(receive), list(send), options)
                 if work is not None:
                     work.wait()
             finally:
                 work = None  # it holds the store, and an error's traceback would hold it
         except RuntimeError as error:
-            raise self._lost(error) from None
-        return out
+            raise self._close_after_error(error) from None
+        return output
 
     @property
     def capturable(self) -> bool:
@@ -98,13 +98,13 @@ class TorchPeers:
             os.close(self._file)
             self._file = None
 
-    def _lost(self, error: Exception) -> ConnectionLost:
+    def _close_after_error(self, error: Exception) -> ConnectionLost:
         if not (self.capturable and torch.cuda.is_current_stream_capturing()):
             self.close()  # else whoever records a graph closes once that is given up
         return ConnectionLost(f"an exchange of rows through {self._name} failed: {_sentence(error)}")
 
 
-def _connected(backend: str, group: Group, file: int) -> _Backend:
+def _connect(backend: str, group: Group, file: int) -> _Backend:
     """The backend, which alone holds the store. file: this rank's descriptor."""
     store = C10D.FileStore(f"/proc/self/fd/{file}", group.size)
     store.set_timeout(timedelta(seconds=MEET_SECONDS))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 
 
 class WordBans:
@@ -22,14 +22,14 @@ class WordBans:
     [7, 3, 4]
     """
 
-    def __init__(self, sequences: Iterable[Sequence[int]], generated: Sequence[int]) -> None:
+    def __init__(self, sequences: Iterable[Sequence[int]], generated_tokens: Sequence[int]) -> None:
         self._ends: dict[tuple[int, ...], list[int]] = {}
         """The beginning of a sequence -> the tokens that complete it."""
         for sequence in sequences:
             self._ends.setdefault(tuple(sequence[:-1]), []).append(sequence[-1])
         self._lengths = sorted({len(beginning) for beginning in self._ends})
         longest = max(self._lengths, default=0)
-        self._tail = list(generated[-longest:]) if longest else []
+        self._tail = list(generated_tokens[-longest:]) if longest else []
         self._longest = longest
 
     def append(self, token: int) -> None:
@@ -39,27 +39,31 @@ class WordBans:
 
     def next(self) -> list[int]:
         """The tokens that must not come next."""
-        found: list[int] = []
+        tokens: list[int] = []
         for length in self._lengths:
             if length <= len(self._tail):
-                found += self._ends.get(tuple(self._tail[len(self._tail) - length :]), ())
-        return found
+                tokens += self._ends.get(tuple(self._tail[len(self._tail) - length :]), ())
+        return tokens
 
 
-def forbid(logits: torch.Tensor, row: int, allowed: IntArray | None, forbidden: IntArray) -> None:
+def forbid(
+    logits: torch.Tensor, row: int, allowed_tokens: IntArray | None, forbidden_tokens: IntArray
+) -> None:
     """Set the logits of tokens that must not come next to minus infinity, in one row of [p, vocab], in place.
 
-    allowed: the only tokens that may come, ascending, each once; None allows all. forbidden: tokens that must
-    not come. They are ignored if no other token is allowed: one has to come.
+    allowed_tokens: the only tokens that may come, ascending, each once; None allows all. forbidden_tokens:
+    tokens that must not come. They are ignored if no other token is allowed: one has to come.
     """
-    if len(forbidden):
-        hit = np.unique(forbidden)
-        if allowed is not None:
-            hit = hit[allowed[np.searchsorted(allowed, hit).clip(max=len(allowed) - 1)] == hit]
-        if len(hit) < (logits.shape[1] if allowed is None else len(allowed)):
-            logits[row, moved(forbidden, logits.device)] = -torch.inf
-    if allowed is not None:
-        chosen = moved(allowed, logits.device)
-        kept = logits[row, chosen]
+    if len(forbidden_tokens):
+        hit = np.unique(forbidden_tokens)
+        if allowed_tokens is not None:
+            hit = hit[
+                allowed_tokens[np.searchsorted(allowed_tokens, hit).clip(max=len(allowed_tokens) - 1)] == hit
+            ]
+        if len(hit) < (logits.shape[1] if allowed_tokens is None else len(allowed_tokens)):
+            logits[row, move_array(forbidden_tokens, logits.device)] = -torch.inf
+    if allowed_tokens is not None:
+        allowed_ids = move_array(allowed_tokens, logits.device)
+        allowed_logits = logits[row, allowed_ids]
         logits[row] = -torch.inf
-        logits[row, chosen] = kept
+        logits[row, allowed_ids] = allowed_logits

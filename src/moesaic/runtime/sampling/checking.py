@@ -26,7 +26,7 @@ from moesaic.runtime.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledTokens:
     """The new tokens of the requests of a step, request after request."""
 
     tokens: IntArray
@@ -43,7 +43,7 @@ class _Check:
     request_id: int
     start: int
     """Its first row among those that tokens may be sampled from."""
-    proposed: list[int]
+    draft_tokens: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
@@ -52,30 +52,30 @@ class _Check:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         place = len(self.tokens)
-        return place <= len(self.proposed) and token == self.proposed[place - 1]
+        return place <= len(self.draft_tokens) and token == self.draft_tokens[place - 1]
 
 
-def sample_step(sampler: Sampler, plan: StepPlan, logits: torch.Tensor) -> Sampled:
+def sample_step(sampler: Sampler, plan: StepPlan, logits: torch.Tensor) -> SampledTokens:
     """The next tokens of each sampled sequence: its right drafted tokens, and one more.
 
     logits: [p + drafted, vocab] of plan.sample_rows. They may be changed in place.
     """
     if not len(plan.drafted):
-        return Sampled(*sampler.sample(plan.request_ids[plan.sampled], logits))
+        return SampledTokens(*sampler.sample(plan.request_ids[plan.sampled], logits))
     checks = _checks(plan)
-    _at_once(sampler, [one for one in checks if not sampler.in_order(one.request_id)], logits)
-    _in_rounds(sampler, [one for one in checks if not one.tokens], logits)
-    logprobs = list(chain(*(one.logprobs for one in checks)))
-    tokens = np.array(list(chain(*(one.tokens for one in checks))), dtype=np.int64)
-    counts = np.array([len(one.tokens) for one in checks], dtype=np.int64)
-    return Sampled(tokens, logprobs if any(logprobs) else [], counts)
+    _sample_at_once(sampler, [check for check in checks if not sampler.needs_order(check.request_id)], logits)
+    _sample_in_rounds(sampler, [check for check in checks if not check.tokens], logits)
+    logprobs = list(chain(*(check.logprobs for check in checks)))
+    tokens = np.array(list(chain(*(check.tokens for check in checks))), dtype=np.int64)
+    counts = np.array([len(check.tokens) for check in checks], dtype=np.int64)
+    return SampledTokens(tokens, logprobs if any(logprobs) else [], counts)
 
 
-def joined(parts: Sequence[Sampled]) -> Sampled:
+def join_samples(parts: Sequence[SampledTokens]) -> SampledTokens:
     """The tokens of several calls of `sample_step` without drafts."""
     tokens = np.concatenate([part.tokens for part in parts])
     logprobs = [entry for part in parts for entry in part.logprobs or [None] * len(part.tokens)]
-    return Sampled(tokens, logprobs if any(logprobs) else [])
+    return SampledTokens(tokens, logprobs if any(logprobs) else [])
 
 
 def _checks(plan: StepPlan) -> list[_Check]:
@@ -91,32 +91,32 @@ def _checks(plan: StepPlan) -> list[_Check]:
     ]
 
 
-def _at_once(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
+def _sample_at_once(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
     """Sample every row of these requests, and take the tokens up to the first one that was not drafted."""
     if not checks:
         return
-    places = [(one, offset) for one in checks for offset in range(1 + len(one.proposed))]
-    lines = [one.start + offset for one, offset in places]
-    ids, offsets = [one.request_id for one, _ in places], [offset for _, offset in places]
+    places = [(check, offset) for check in checks for offset in range(1 + len(check.draft_tokens))]
+    lines = [check.start + offset for check, offset in places]
+    ids, offsets = [check.request_id for check, _ in places], [offset for _, offset in places]
     tokens, report = sampler.sample_ahead(ids, offsets, _rows(logits, lines))
     going = True
-    for place, (one, offset) in enumerate(places):
+    for place, (check, offset) in enumerate(places):
         if going or offset == 0:
-            going = one.take(int(tokens[place]), report[place] if report else None)
-    for one in checks:
-        sampler.advance(one.request_id, len(one.tokens))
+            going = check.take(int(tokens[place]), report[place] if report else None)
+    for check in checks:
+        sampler.advance(check.request_id, len(check.tokens))
 
 
-def _in_rounds(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
+def _sample_in_rounds(sampler: Sampler, checks: Sequence[_Check], logits: torch.Tensor) -> None:
     """Sample these requests row by row."""
     while checks:
-        ids = np.array([one.request_id for one in checks], dtype=np.int64)
-        rows = _rows(logits, [one.start + len(one.tokens) for one in checks])
+        ids = np.array([check.request_id for check in checks], dtype=np.int64)
+        rows = _rows(logits, [check.start + len(check.tokens) for check in checks])
         tokens, report = sampler.sample(ids, rows)
         checks = [
-            one
-            for place, one in enumerate(checks)
-            if one.take(int(tokens[place]), report[place] if report else None)
+            check
+            for place, check in enumerate(checks)
+            if check.take(int(tokens[place]), report[place] if report else None)
         ]
 
 

@@ -25,7 +25,7 @@ import torch
 
 from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
 from moesaic.text.structured.constraints import Constraint, Constraints
 
@@ -55,36 +55,40 @@ class Sampler:
         """constraints: of requests with structured outputs. None: no request has one."""
         self._constraints = constraints
         self._rows: dict[int, _Row] = {}
-        self._broken: set[int] = set()
+        self._nonfinite_requests: set[int] = set()
         """Requests with logits of their prompt that were not finite."""
 
-    def admit(self, request: Request, generated: list[int]) -> None:
-        """A request enters the batch. generated: its tokens from before a preemption."""
-        adjustment = Adjustment(request, generated) if Adjustment.wanted(request.params) else None
-        length = len(request.prompt_token_ids) + len(generated)
-        constraint = None if self._constraints is None else self._constraints.constrain(request, generated)
+    def admit(self, request: Request, generated_tokens: list[int]) -> None:
+        """A request enters the batch. generated_tokens: its tokens from before a preemption."""
+        adjustment = Adjustment(request, generated_tokens) if Adjustment.is_needed(request.params) else None
+        length = len(request.prompt_token_ids) + len(generated_tokens)
+        constraint = (
+            None if self._constraints is None else self._constraints.constrain(request, generated_tokens)
+        )
         self._rows[request.request_id] = _Row(request, length, adjustment, constraint)
 
-    def release(self, request_id: int, preempted: bool = False) -> None:
+    def release(self, request_id: int, is_preempted: bool = False) -> None:
         """Forget a request. Ids of requests that were never admitted are ignored.
 
-        preempted: the request will be admitted again.
+        is_preempted: the request will be admitted again.
         """
         self._rows.pop(request_id, None)
-        if not preempted:
-            self._broken.discard(request_id)
+        if not is_preempted:
+            self._nonfinite_requests.discard(request_id)
 
     def give_up(self, request_id: int) -> None:
         """Logits of the request's prompt were not finite: its next token is NO_TOKEN."""
-        self._broken.add(request_id)
+        self._nonfinite_requests.add(request_id)
 
     def request(self, request_id: int) -> Request:
         return self._rows[request_id].request
 
-    def in_order(self, request_id: int) -> bool:
+    def needs_order(self, request_id: int) -> bool:
         """Whether a token of this request depends on more than its row, its seed and its position."""
         row = self._rows[request_id]
-        return row.adjustment is not None or row.constraint is not None or request_id in self._broken
+        return (
+            row.adjustment is not None or row.constraint is not None or request_id in self._nonfinite_requests
+        )
 
     def sample_ahead(
         self, request_ids: Sequence[int], offsets: Sequence[int], logits: torch.Tensor
@@ -93,16 +97,18 @@ class Sampler:
 
         Raises ValueError if one of them is `in_order`.
         """
-        if any(map(self.in_order, request_ids)):
+        if any(map(self.needs_order, request_ids)):
             raise ValueError(f"requests {list(request_ids)}: one needs its tokens in order")
         rows = [
             replace(self._rows[request_id], length=self._rows[request_id].length + offset)
             for request_id, offset in zip(request_ids, offsets, strict=True)
         ]
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
-        result = _chosen(logits, rows, _finite(logits))
+        result = _choose_tokens(logits, rows, _finite(logits))
         bad = (
-            not_finite(logits) if logits.device.type == "cpu" else np.flatnonzero(result == NO_TOKEN).tolist()
+            find_nonfinite_rows(logits)
+            if logits.device.type == "cpu"
+            else np.flatnonzero(result == NO_TOKEN).tolist()
         )
         report = _report(raw, rows, result, bad)
         result[bad] = NO_TOKEN
@@ -123,19 +129,19 @@ class Sampler:
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
         finite = _finite(logits)
-        bad = set(not_finite(logits)) if finite is None else set[int]()
-        if self._broken:
-            bad.update(np.flatnonzero(np.isin(request_ids, list(self._broken))).tolist())
+        bad = set(find_nonfinite_rows(logits)) if finite is None else set[int]()
+        if self._nonfinite_requests:
+            bad.update(np.flatnonzero(np.isin(request_ids, list(self._nonfinite_requests))).tolist())
         if bad:
             return self._sample_others(request_ids, logits, bad)
         raw = _log_softmax_where(logits, [row.request.params.logprobs is not None for row in rows])
-        adjusted = {line: row.adjustment for line, row in enumerate(rows) if row.adjustment is not None}
-        if adjusted:
-            adjust(logits, list(adjusted), list(adjusted.values()))
+        adjustments = {line: row.adjustment for line, row in enumerate(rows) if row.adjustment is not None}
+        if adjustments:
+            adjust(logits, list(adjustments), list(adjustments.values()))
         bound = {line: row.constraint for line, row in enumerate(rows) if row.constraint is not None}
         if self._constraints is not None and bound:
             self._constraints.apply(logits, list(bound), list(bound.values()))
-        result = _chosen(logits, rows, finite)
+        result = _choose_tokens(logits, rows, finite)
         unfit = np.flatnonzero(result == NO_TOKEN).tolist()
         report = _report(raw, rows, result, unfit)
         for line in unfit:
@@ -158,14 +164,14 @@ class Sampler:
         result = np.full(len(request_ids), NO_TOKEN, dtype=np.int64)
         report: list[TokenLogprob | None] = [None] * len(request_ids)
         if len(good):
-            kept = torch.from_numpy(good).to(logits.device)
-            result[good], found = self.sample(request_ids[good], logits[kept])
-            for line, entry in zip(good.tolist(), found, strict=False):
+            good_rows = torch.from_numpy(good).to(logits.device)
+            result[good], entries = self.sample(request_ids[good], logits[good_rows])
+            for line, entry in zip(good.tolist(), entries, strict=False):
                 report[line] = entry
         return result, report if any(report) else []
 
 
-def not_finite(rows: torch.Tensor) -> list[int]:
+def find_nonfinite_rows(rows: torch.Tensor) -> list[int]:
     """The rows of [n, m] float32 that have a NaN or an infinite number, ascending."""
     if rows.device.type == "cpu":  # after a step's weights, torch's code is in no cache
         with np.errstate(over="ignore", invalid="ignore"):
@@ -184,12 +190,12 @@ def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) ->
 
     logprobs: [n, vocab]. tokens: the n sampled tokens. count: alternatives in a record.
     """
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+    token_values = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
     values, ids = torch.topk(logprobs, min(max(count, 1), logprobs.shape[1]), dim=-1)
     best = zip(ids.tolist(), values.tolist(), strict=True)
     return [
         TokenLogprob(token, value, list(zip(top_ids, top_values, strict=True))[:count])
-        for token, value, (top_ids, top_values) in zip(tokens, chosen, best, strict=True)
+        for token, value, (top_ids, top_values) in zip(tokens, token_values, best, strict=True)
     ]
 
 
@@ -198,7 +204,7 @@ def _finite(logits: torch.Tensor) -> torch.Tensor | None:
     return None if logits.device.type == "cpu" else torch.isfinite(logits).all(dim=-1)
 
 
-def _chosen(logits: torch.Tensor, rows: list[_Row], finite: torch.Tensor | None) -> IntArray:
+def _choose_tokens(logits: torch.Tensor, rows: list[_Row], finite: torch.Tensor | None) -> IntArray:
     """[p] the token of each row of logits [p, vocab], NO_TOKEN where not `finite`.
 
     On a GPU the host waits once, for this result. On a CPU numpy finds the largest entries, since it touches
@@ -210,19 +216,19 @@ def _chosen(logits: torch.Tensor, rows: list[_Row], finite: torch.Tensor | None)
         if noisy:
             result[noisy] = _draw(logits[noisy], [rows[index] for index in noisy]).numpy()
         return result
-    found = torch.argmax(logits, dim=-1)
+    tokens = torch.argmax(logits, dim=-1)
     if noisy:
-        lines = moved(np.array(noisy), logits.device)
-        drawn = _draw(logits.index_select(0, lines), [rows[index] for index in noisy])
-        found.index_copy_(0, lines, drawn)
-    return found.masked_fill_(~finite, NO_TOKEN).cpu().numpy()
+        lines = move_array(np.array(noisy), logits.device)
+        noisy_tokens = _draw(logits.index_select(0, lines), [rows[index] for index in noisy])
+        tokens.index_copy_(0, lines, noisy_tokens)
+    return tokens.masked_fill_(~finite, NO_TOKEN).cpu().numpy()
 
 
-def _log_softmax_where(logits: torch.Tensor, wanted: list[bool]) -> torch.Tensor | None:
+def _log_softmax_where(logits: torch.Tensor, is_wanted: list[bool]) -> torch.Tensor | None:
     """Log-probabilities of the wanted rows, before the logits are changed. None if no row is wanted."""
-    if not any(wanted):
+    if not any(is_wanted):
         return None
-    return torch.log_softmax(logits[moved(np.flatnonzero(wanted), logits.device)], dim=-1)
+    return torch.log_softmax(logits[move_array(np.flatnonzero(is_wanted), logits.device)], dim=-1)
 
 
 def _report(
@@ -239,11 +245,11 @@ def _report(
     if raw is None:
         return []
     counts = [(index, row.request.params.logprobs) for index, row in enumerate(rows)]
-    wanted = [(index, count) for index, count in counts if count is not None]
-    for count in {count for _, count in wanted}:
-        lines = [line for line, (_, other) in enumerate(wanted) if other == count]
-        alike = raw if len(lines) == len(wanted) else raw[lines]
-        indices = [wanted[line][0] for line in lines]
+    wanted_rows = [(index, count) for index, count in counts if count is not None]
+    for count in {count for _, count in wanted_rows}:
+        lines = [line for line, (_, other_count) in enumerate(wanted_rows) if other_count == count]
+        alike = raw if len(lines) == len(wanted_rows) else raw[lines]
+        indices = [wanted_rows[line][0] for line in lines]
         entries = token_logprobs(alike, tokens[indices].clip(min=0).tolist(), count)
         for index, entry in zip(indices, entries, strict=True):
             report[index] = None if index in bad else entry
@@ -259,40 +265,41 @@ def _draw(logits: torch.Tensor, rows: list[_Row]) -> torch.Tensor:
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:
-        return moved(np.array(values, dtype=np.float32), logits.device)[:, None]
+        return move_array(np.array(values, dtype=np.float32), logits.device)[:, None]
 
     params = [row.request.params for row in rows]
-    scaled = logits.nan_to_num(nan=-LARGEST).clamp_(-LARGEST, LARGEST)
-    scaled = scaled / column([p.temperature for p in params])
-    scaled = scaled - scaled.amax(dim=-1, keepdim=True)
+    scaled_logits = logits.nan_to_num(nan=-LARGEST).clamp_(-LARGEST, LARGEST)
+    scaled_logits = scaled_logits / column([p.temperature for p in params])
+    scaled_logits = scaled_logits - scaled_logits.amax(dim=-1, keepdim=True)
     if any(p.min_p > 0 for p in params):
         floor = column([p.min_p for p in params]).log()
-        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
-    scaled = _keep_top(scaled, [p.top_k for p in params], [p.top_p for p in params])
-    cumulative = torch.softmax(scaled, dim=-1, dtype=torch.float64).cumsum(dim=-1)
+        scaled_logits = scaled_logits.masked_fill(scaled_logits < floor, -torch.inf)
+    scaled_logits = _keep_top(scaled_logits, [p.top_k for p in params], [p.top_p for p in params])
+    cumulative = torch.softmax(scaled_logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
     positions = np.array([row.length for row in rows])
     seeds = np.array([p.seed or 0 for p in params], dtype=np.int64)
-    noise = moved(uniform(seeds, positions), logits.device)[:, None]
+    noise = move_array(uniform(seeds, positions), logits.device)[:, None]
     return torch.searchsorted(cumulative, noise * cumulative[:, -1:], right=True)[:, 0]
 
 
-def _keep_top(scaled: torch.Tensor, top_k: list[int], top_p: list[float]) -> torch.Tensor:
-    """`scaled` [n, vocab], with -inf for tokens outside the top-k and then for those outside the top-p."""
-    vocab = scaled.shape[-1]
+def _keep_top(scaled_logits: torch.Tensor, top_k: list[int], top_p: list[float]) -> torch.Tensor:
+    """`scaled_logits` [n, vocab], with -inf for tokens outside the top-k and then for those outside the
+    top-p."""
+    vocab = scaled_logits.shape[-1]
     keep = [vocab if k < 1 else min(k, vocab) for k in top_k]
     if max(keep) == vocab and min(keep) == vocab and min(top_p) >= 1.0:
-        return scaled
-    ordered = torch.topk(scaled, max(keep), dim=-1).values
-    last = moved(np.array(keep), scaled.device)[:, None] - 1
-    rank = torch.arange(ordered.shape[-1], device=scaled.device)[None]
-    ordered = ordered.masked_fill(rank > last, -torch.inf)
-    probabilities = torch.softmax(ordered, dim=-1, dtype=torch.float64)
+        return scaled_logits
+    top_logits = torch.topk(scaled_logits, max(keep), dim=-1).values
+    last = move_array(np.array(keep), scaled_logits.device)[:, None] - 1
+    rank = torch.arange(top_logits.shape[-1], device=scaled_logits.device)[None]
+    top_logits = top_logits.masked_fill(rank > last, -torch.inf)
+    probabilities = torch.softmax(top_logits, dim=-1, dtype=torch.float64)
     # A token stays while the tokens before it have not reached top_p, so the first one always stays.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    stays = before < moved(np.array(top_p, dtype=np.float64), scaled.device)[:, None]
+    cumulative_before = probabilities.cumsum(dim=-1) - probabilities
+    stays = cumulative_before < move_array(np.array(top_p, dtype=np.float64), scaled_logits.device)[:, None]
     stays &= rank <= last
-    cutoff = ordered.masked_fill(~stays, torch.inf).amin(dim=-1, keepdim=True)
-    return scaled.masked_fill(scaled < cutoff, -torch.inf)
+    cutoff = top_logits.masked_fill(~stays, torch.inf).amin(dim=-1, keepdim=True)
+    return scaled_logits.masked_fill(scaled_logits < cutoff, -torch.inf)
 
 
 def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -7,7 +7,7 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.client import ExpertRequest, RoutedExperts
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import moved
+from moesaic.kernels.moving import move_array
 from moesaic.runtime.step.running_step import RunningStep, StepGenerator, StepResult
 from moesaic.runtime.step.stages import BlockStages
 
@@ -38,12 +38,12 @@ class EagerRunner:
     def _rows(self, layers: range, batch: TokenBatch, hidden: torch.Tensor | None) -> StepGenerator:
         device = self.stages.device
         attention = AttentionBatch.build(batch, self.stages.block_size, device)
-        positions = moved(batch.positions, device)
-        token_ids = moved(batch.token_ids, device)
-        every = yield from self.stages.run(token_ids, positions, attention, hidden, layers)
-        wanted = every.hidden[moved(batch.logit_rows, device)]
-        kept = None if self.stages.model.prediction is None else every.hidden
-        return StepResult(wanted, expert_ids=every.expert_ids, rows=kept)
+        positions = move_array(batch.positions, device)
+        token_ids = move_array(batch.token_ids, device)
+        result = yield from self.stages.run(token_ids, positions, attention, hidden, layers)
+        logit_hidden = result.hidden[move_array(batch.logit_rows, device)]
+        all_hidden = None if self.stages.model.prediction is None else result.hidden
+        return StepResult(logit_hidden, expert_ids=result.expert_ids, rows=all_hidden)
 
     def _no_rows(self, layers: range) -> StepGenerator:
         """Servers that wait for the rows of every worker wait for this worker's empty requests too."""
@@ -51,7 +51,7 @@ class EagerRunner:
         hidden = torch.zeros((0, spec.hidden_size), device=device)
         ids = torch.zeros((0, spec.top_k), dtype=torch.int64, device=device)
         for layer in layers:
-            if not self.stages.model.block(layer).routed:
+            if not self.stages.model.block(layer).is_routed:
                 continue
             yield ExpertRequest(layer, hidden, ids)
             yield None

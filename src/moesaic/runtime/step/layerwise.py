@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.remote import RemoteExperts
-from moesaic.kernels.moving import placed
+from moesaic.kernels.moving import move_tensor
 from moesaic.policy.scheduling.schedulers.actions import PartsArrived, RowSource, RunSegment
 from moesaic.runtime.step.running_step import RunningStep, SegmentRunner, StepResult
 
@@ -38,16 +38,16 @@ class LayerwiseRunner:
         """Number of a request's handle -> run."""
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether `arrived` will return something although no further run begins."""
-        return self._experts.busy
+        return self._experts.is_busy
 
     def run(self, action: RunSegment) -> StepResult | None:
         """Carry out one run. Returns the result of its step at the last segment, else None."""
         run, batch = action.plan.step, action.plan.batch
-        before = self._whole_run(action)
-        if before is not None:
-            step = before.step
+        previous_run = self._whole_run(action)
+        if previous_run is not None:
+            step = previous_run.step
             assert step.handle is not None
             result = step.resume(self._experts.rows(step.handle))
         else:
@@ -61,10 +61,10 @@ class LayerwiseRunner:
     def expert_ids(self, run: int) -> torch.Tensor:
         """[n, k] expert ids of a run's rows, at the layer whose experts it waits for."""
         pending = self._runs[run].step.pending
-        assert pending is not None and pending.gated.expert_ids is not None
-        return pending.gated.expert_ids
+        assert pending is not None and pending.gate_output.expert_ids is not None
+        return pending.gate_output.expert_ids
 
-    def arrived(self) -> list[PartsArrived]:
+    def poll_arrivals(self) -> list[PartsArrived]:
         """What the experts answered since the last call.
 
         It is one event, so the scheduler sees all answers before it chooses the next run.
@@ -87,8 +87,8 @@ class LayerwiseRunner:
         """The earlier run whose rows are exactly those of `action`, if there is one. It is forgotten."""
         if len(action.sources) != 1:
             return None
-        before = action.sources[0].run
-        return self._take(before) if self._runs[before].batch is action.plan.batch else None
+        previous_run = action.sources[0].run
+        return self._take(previous_run) if self._runs[previous_run].batch is action.plan.batch else None
 
     def _take(self, run: int) -> _PendingRun | None:
         pending = self._runs.pop(run, None)
@@ -99,13 +99,13 @@ class LayerwiseRunner:
     def _begin(self, action: RunSegment) -> RunningStep:
         if action.segment == 0:
             return self._runner.begin(action.plan.batch)
-        hidden = torch.cat([self._merged(source) for source in action.sources])
+        hidden = torch.cat([self._merge_rows(source) for source in action.sources])
         return self._runner.begin_at_segment(action.segment, action.plan.batch, hidden)
 
-    def _merged(self, source: RowSource) -> torch.Tensor:
+    def _merge_rows(self, source: RowSource) -> torch.Tensor:
         """Hidden states of these rows after the experts of their last layer."""
         step = self._runs[source.run].step
         assert step.pending is not None and step.handle is not None
-        mine = slice(source.start, source.stop)
-        rows = placed(self._experts.rows(step.handle)[mine], step.pending.gated.residual.device)
-        return step.pending.map(lambda tensor: tensor[mine]).merge(rows)
+        part = slice(source.start, source.stop)
+        rows = move_tensor(self._experts.rows(step.handle)[part], step.pending.gate_output.residual.device)
+        return step.pending.map(lambda tensor: tensor[part]).merge(rows)

@@ -11,7 +11,7 @@ import torch
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.models.spec import ModelSpec
 from moesaic.runtime.step.stages import until_gate
@@ -42,11 +42,13 @@ class OnePrompt:
         """[n] int64"""
         return torch.from_numpy(self._batch.token_ids)
 
-    def until_gate(self, layer: int, block: Block, hidden: torch.Tensor) -> Gated:
+    def until_gate(self, layer: int, block: Block, hidden: torch.Tensor) -> GateOutput:
         """hidden [n, h] before a layer, as its block has them -> the rows after its gate."""
         cpu = torch.device("cpu")
         states = (0,) if layer in self._spec.state_layers else ()
-        one = replace(self._spec, num_layers=1, state_layers=states)
-        memory = layer_memory(one, CacheSize(self._blocks, seats=1), BLOCK, torch.float32, cpu, self._kernels)
+        one_layer_spec = replace(self._spec, num_layers=1, state_layers=states)
+        memory = layer_memory(
+            one_layer_spec, CacheSize(self._blocks, seats=1), BLOCK, torch.float32, cpu, self._kernels
+        )
         attention = AttentionBatch.build(self._batch, BLOCK)
         return until_gate(block, 0, hidden, torch.from_numpy(self._batch.positions), attention, memory)

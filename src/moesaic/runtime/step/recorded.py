@@ -33,19 +33,19 @@ class RecordedRunner(RecordingRunner["_RecordedStep"]):
     def _is_recorded(self, batch: TokenBatch) -> bool:
         """A decode step is one whose rows all give logits: those of next tokens, and of drafted ones."""
         rows = batch.num_rows
-        most = RECORDED_ROWS if rows == batch.num_sequences else RECORDED_CHECKS
-        return 0 < rows == len(batch.logit_rows) and rows <= most
+        max_rows = RECORDED_ROWS if rows == batch.num_sequences else RECORDED_CHECKS
+        return 0 < rows == len(batch.logit_rows) and rows <= max_rows
 
     def _run(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
         """There is a recording for each number of rows and sequences."""
-        recorded = memory.steps.get((batch.num_rows, batch.num_sequences))
-        return self._record(batch, memory) if recorded is None else recorded.replay(batch)
+        recorded_step = memory.steps.get((batch.num_rows, batch.num_sequences))
+        return self._record(batch, memory) if recorded_step is None else recorded_step.replay(batch)
 
     def _record(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
-        attention = AttentionBatch.copied(batch, self._eager.stages.block_size, self._table_width)
+        attention = AttentionBatch.build_reusable(batch, self._eager.stages.block_size, self._table_width)
         inputs = attention.batch
         token_ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        generator = self._whole(self._eager.stages.run(token_ids, positions, attention))
+        generator = self._wrap_stages(self._eager.stages.run(token_ids, positions, attention))
         parts: list[Recording[Item]] = []
         answer: torch.Tensor | None = None
         while True:
@@ -75,10 +75,10 @@ def _borrowing_item(generator: StepGenerator, answer: torch.Tensor | None) -> It
     there. Later stages may use their memory then, as they do in every replay. So the item does not own them.
     """
     item = next_item(generator, answer)
-    return item.map(_borrowed) if isinstance(item, PendingMerge) else item
+    return item.map(_borrow) if isinstance(item, PendingMerge) else item
 
 
-def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+def _borrow(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that does not keep the memory alive."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.from_numpy(np.ctypeslib.as_array(memory)).view(tensor.dtype).view(tensor.shape)

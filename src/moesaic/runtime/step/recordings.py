@@ -25,20 +25,20 @@ from moesaic.runtime.step.running_step import (
 
 Item = ExpertRequest | PendingMerge | SharedRows | StepResult | None
 """What a StepGenerator yields or returns."""
-Recorded = TypeVar("Recorded")
+RecordedStepT = TypeVar("RecordedStepT")
 """A recorded step and the arrays that it reads."""
 
 
 @dataclass(frozen=True)
-class SharedMemory(Generic[Recorded]):
+class SharedMemory(Generic[RecordedStepT]):
     """Recorded steps that share their memory, so that one of them runs at a time."""
 
     recorder: OperationRecorder
-    steps: dict[tuple[int, ...], Recorded] = field(default_factory=dict)
+    steps: dict[tuple[int, ...], RecordedStepT] = field(default_factory=dict)
     """By the numbers that decide which operations a step has."""
 
 
-class RecordingRunner(ABC, Generic[Recorded]):
+class RecordingRunner(ABC, Generic[RecordedStepT]):
     """Records steps of some kinds when they first come, and runs all others operation by operation.
 
     A recording holds only operations of this process. Where a direct call answers the experts, one recording
@@ -57,7 +57,7 @@ class RecordingRunner(ABC, Generic[Recorded]):
         self._make_recorder = make_recorder
         self._table_width = table_width
         self._direct = direct
-        self._free: list[SharedMemory[Recorded]] = []
+        self._free: list[SharedMemory[RecordedStepT]] = []
         """Recordings that no step under way uses: two steps must not share memory."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class RecordingRunner(ABC, Generic[Recorded]):
         """Whether steps of this kind are recorded."""
 
     @abstractmethod
-    def _run(self, batch: TokenBatch, memory: SharedMemory[Recorded]) -> StepGenerator:
+    def _run(self, batch: TokenBatch, memory: SharedMemory[RecordedStepT]) -> StepGenerator:
         """Replay a step, which is recorded first if `memory` has none of its kind."""
 
     def records(self, batch: TokenBatch) -> bool:
@@ -76,22 +76,24 @@ class RecordingRunner(ABC, Generic[Recorded]):
         """See `StepRunner`."""
         if not self._is_recorded(batch):
             return self._eager.begin(batch)
-        memory = self._taken()
+        memory = self._take_memory()
         return self._running(partial(self._run, batch, memory), memory)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
         """See `SegmentRunner`. These steps are not recorded."""
         return self._eager.begin_at_segment(segment, batch, hidden)
 
-    def _taken(self) -> SharedMemory[Recorded]:
+    def _take_memory(self) -> SharedMemory[RecordedStepT]:
         """Recordings for one step."""
-        return self._free.pop() if self._free else SharedMemory[Recorded](self._make_recorder())
+        return self._free.pop() if self._free else SharedMemory[RecordedStepT](self._make_recorder())
 
-    def _running(self, run: Callable[[], StepGenerator], memory: SharedMemory[Recorded]) -> RunningStep:
+    def _running(self, run: Callable[[], StepGenerator], memory: SharedMemory[RecordedStepT]) -> RunningStep:
         """The step of a generator, which `run` makes when the step goes on. Then others may use `memory`."""
         return RunningStep(self._eager.experts, self._and_free(run, memory))
 
-    def _and_free(self, run: Callable[[], StepGenerator], memory: SharedMemory[Recorded]) -> StepGenerator:
+    def _and_free(
+        self, run: Callable[[], StepGenerator], memory: SharedMemory[RecordedStepT]
+    ) -> StepGenerator:
         try:
             result = yield from run()
         except StepDropped:
@@ -100,9 +102,9 @@ class RecordingRunner(ABC, Generic[Recorded]):
         self._free.append(memory)  # not after another error: its rows may be sent once more
         return result
 
-    def _whole(self, generator: StepGenerator) -> StepGenerator:
+    def _wrap_stages(self, generator: StepGenerator) -> StepGenerator:
         """The stages of a step. If the experts answer at once, they yield nothing."""
-        return _uninterrupted(RunningStep(self._eager.experts, generator)) if self._direct else generator
+        return _run_at_once(RunningStep(self._eager.experts, generator)) if self._direct else generator
 
 
 def next_item(generator: StepGenerator, answer: torch.Tensor | None) -> Item:
@@ -114,6 +116,6 @@ def next_item(generator: StepGenerator, answer: torch.Tensor | None) -> Item:
         return result
 
 
-def _uninterrupted(step: RunningStep) -> StepGenerator:
+def _run_at_once(step: RunningStep) -> StepGenerator:
     yield from ()
     return step.finish()

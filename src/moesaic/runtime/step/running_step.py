@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest, RequestHandle, RoutedExperts
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 
 ChosenExperts = Sequence[torch.Tensor | IntArray]
 """[n, k] expert ids of a step's rows, one entry for each routed layer. A recorded step has arrays: views of
@@ -45,15 +45,17 @@ class Combine:
 
     def __init__(self, partial: bool, rows: int, top_k: int, device: torch.device) -> None:
         """rows: the most rows of a step."""
-        self._ones = torch.ones(rows, top_k, device=device) if partial else None
+        self._unit_weights = torch.ones(rows, top_k, device=device) if partial else None
 
-    def request(self, layer: int, gated: Gated) -> tuple[ExpertRequest, Gated]:
+    def request(self, layer: int, gate_output: GateOutput) -> tuple[ExpertRequest, GateOutput]:
         """The request to the experts, and the rows that their answer is merged with."""
-        assert gated.expert_ids is not None and gated.weights is not None
-        if self._ones is None:
-            return ExpertRequest(layer, gated.normed, gated.expert_ids), gated
-        request = ExpertRequest(layer, gated.normed, gated.expert_ids, weights=gated.weights)
-        return request, replace(gated, weights=self._ones[: len(gated.weights)])
+        assert gate_output.expert_ids is not None and gate_output.weights is not None
+        if self._unit_weights is None:
+            return ExpertRequest(layer, gate_output.normed_rows, gate_output.expert_ids), gate_output
+        request = ExpertRequest(
+            layer, gate_output.normed_rows, gate_output.expert_ids, weights=gate_output.weights
+        )
+        return request, replace(gate_output, weights=self._unit_weights[: len(gate_output.weights)])
 
 
 @dataclass(frozen=True)
@@ -61,21 +63,21 @@ class PendingMerge:
     """What the answer of a layer's experts is merged with. It never leaves the process."""
 
     block: Block
-    gated: Gated
+    gate_output: GateOutput
     dense: torch.Tensor | None
     """[n, h] output of the dense stage, if the layer has one."""
 
     def merge(self, rows: torch.Tensor | None) -> torch.Tensor:
         """rows [n, k, h] from the experts -> hidden states [n, h] after the block."""
-        return self.block.merge(self.gated, self.dense, rows)
+        return self.block.merge(self.gate_output, self.dense, rows)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PendingMerge:
         """The same merge, with `change` applied to each tensor."""
-        gated = self.gated
-        assert gated.expert_ids is not None and gated.weights is not None
-        tensors = gated.residual, gated.normed, gated.expert_ids, gated.weights
+        gate_output = self.gate_output
+        assert gate_output.expert_ids is not None and gate_output.weights is not None
+        tensors = gate_output.residual, gate_output.normed_rows, gate_output.expert_ids, gate_output.weights
         dense = None if self.dense is None else change(self.dense)
-        return PendingMerge(self.block, Gated(*map(change, tensors)), dense)
+        return PendingMerge(self.block, GateOutput(*map(change, tensors)), dense)
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,12 @@ class Step(Protocol):
     """A step under way, as the executor sees it."""
 
     @property
-    def suspended(self) -> bool:
+    def is_suspended(self) -> bool:
         """True while the step waits for the answer to a request."""
         ...
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether `advance` would get any further."""
         ...
 
@@ -145,15 +147,15 @@ class RunningStep:
 
         answer: [n, k, h] of the request before; None at the beginning.
         """
-        used, self.handle, self.pending = self.handle, None, None
+        answered_handle, self.handle, self.pending = self.handle, None, None
         try:
             request = self._generator.send(answer)
         except StopIteration as end:
             result: StepResult = end.value
             return result
         finally:
-            if used is not None:
-                self._experts.release(used)
+            if answered_handle is not None:
+                self._experts.release(answered_handle)
         assert isinstance(request, ExpertRequest)
         self.handle = self._experts.submit(request)
         pending = self._generator.send(None)
@@ -161,7 +163,7 @@ class RunningStep:
         self.pending = pending
         return None
 
-    def around(self, wrap: Callable[[StepGenerator], StepGenerator]) -> RunningStep:
+    def wrap_generator(self, wrap: Callable[[StepGenerator], StepGenerator]) -> RunningStep:
         """A step that has not begun, with its generator inside another one."""
         return RunningStep(self._experts, wrap(self._generator))
 
@@ -178,11 +180,11 @@ class RunningStep:
             self._experts.release(self.handle)
 
     @property
-    def suspended(self) -> bool:
+    def is_suspended(self) -> bool:
         return self.handle is not None
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.handle is None or self._experts.poll(self.handle) is not None
 
     def finish(self) -> StepResult:
@@ -196,8 +198,8 @@ class RunningStep:
 class WholeStep:
     """A `Step` that computes its experts itself and never waits for them."""
 
-    suspended = False
-    ready = True
+    is_suspended = False
+    is_ready = True
 
     def __init__(self, compute: Callable[[], StepResult]) -> None:
         self._compute = compute

@@ -14,9 +14,9 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.kernels.batch import AttentionBatch
-from moesaic.kernels.moving import placed
+from moesaic.kernels.moving import move_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
-from moesaic.models.block import Block, Gated
+from moesaic.models.block import Block, GateOutput
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
 from moesaic.runtime.step.running_step import Combine, PendingMerge, SharedRows, StepGenerator, StepResult
@@ -30,7 +30,9 @@ Exchanges = Generator[SharedRows, torch.Tensor | None, torch.Tensor]
 class RecordedHeads(Protocol):
     """The part of other processes in a recorded step."""
 
-    def unrecorded(self, step: Callable[[], Result], given: torch.Tensor | None = None) -> Recording[Result]:
+    def run_unrecorded(
+        self, step: Callable[[], Result], answer: torch.Tensor | None = None
+    ) -> Recording[Result]:
         """Runs the next part of the step without recording it."""
         ...
 
@@ -88,7 +90,7 @@ class BlockStages:
     block_size: int
     device: torch.device
     combine: Combine
-    shared: SharedHeads | None = None
+    shared_heads: SharedHeads | None = None
     """Attention over the heads of several processes. None: all heads are in this one."""
 
     def run(
@@ -109,24 +111,24 @@ class BlockStages:
         expert_ids: list[torch.Tensor] = []
         for layer in range(len(self.model.blocks)) if layers is None else layers:
             block = self.model.block(layer)
-            given = block, layer, hidden, positions, attention, self.memory
-            if self.shared is None:
-                attended = until_output_projection(*given)
+            arguments = block, layer, hidden, positions, attention, self.memory
+            if self.shared_heads is None:
+                attention_output = until_output_projection(*arguments)
             else:
-                attended = yield from self.shared.stages(*given)
-            gated = block.gate(hidden, attended)
+                attention_output = yield from self.shared_heads.stages(*arguments)
+            gate_output = block.gate(hidden, attention_output)
             # As in every stage: many rows are megabytes, which go as soon as nothing needs them.
-            del hidden, attended, given
-            if gated.expert_ids is None:
-                hidden = block.merge(gated, block.dense(gated.normed), None)
+            del hidden, attention_output, arguments
+            if gate_output.expert_ids is None:
+                hidden = block.merge(gate_output, block.dense(gate_output.normed_rows), None)
                 continue
-            expert_ids.append(gated.expert_ids)  # so a recording never reuses their memory
-            request, gated = self.combine.request(layer, gated)
+            expert_ids.append(gate_output.expert_ids)  # so a recording never reuses their memory
+            request, gate_output = self.combine.request(layer, gate_output)
             yield request
-            pending = PendingMerge(block, gated, block.dense(gated.normed))
-            del gated, request
+            pending = PendingMerge(block, gate_output, block.dense(gate_output.normed_rows))
+            del gate_output, request
             answer = yield pending
-            hidden = pending.merge(None if answer is None else placed(answer, self.device))
+            hidden = pending.merge(None if answer is None else move_tensor(answer, self.device))
             del pending, answer
         return StepResult(hidden, expert_ids=expert_ids)
 
@@ -142,8 +144,10 @@ class BlockStages:
         hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
         """
         layer = len(self.model.blocks)
-        before = self.model.before_prediction(hidden, token_ids)
-        return (yield from self.run(token_ids, positions, attention, before, range(layer, layer + 1)))
+        prediction_input = self.model.enter_prediction(hidden, token_ids)
+        return (
+            yield from self.run(token_ids, positions, attention, prediction_input, range(layer, layer + 1))
+        )
 
 
 def until_gate(
@@ -153,7 +157,7 @@ def until_gate(
     positions: torch.Tensor,
     attention: AttentionBatch,
     memory: LayerMemory,
-) -> Gated:
+) -> GateOutput:
     """The stages of a block up to its gate. Afterwards `memory` has what the layer keeps of the rows."""
     return block.gate(hidden, until_output_projection(block, layer, hidden, positions, attention, memory))
 
@@ -168,6 +172,6 @@ def until_output_projection(
 ) -> torch.Tensor:
     """The stages of a block up to its output projection [n, h]: a partial sum where ranks share the heads."""
     rows = block.pre_attention(hidden, positions)
-    attended = memory.attend(layer, block, rows, attention)
+    attention_output = memory.attend(layer, block, rows, attention)
     del rows
-    return block.output_projection(attended)
+    return block.output_projection(attention_output)

@@ -30,20 +30,20 @@ class PieceHeader:
     first_layer: int
     """Counted among the layers with keys and values."""
     num_layers: int
-    first: int
+    first_block: int
     """Its first block, counted from the request's first one."""
-    blocks: int
+    num_blocks: int
     tokens: int
     """In the last piece: tokens whose KV was sent, over all pieces. Else 0. The states follow the last
     piece's blocks."""
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         return self.tokens > 0
 
     def pack(self) -> bytes:
         layers = self.first_layer, self.num_layers
-        return _HEADER.pack(self.transfer, *layers, self.first, self.blocks, self.tokens)
+        return _HEADER.pack(self.transfer, *layers, self.first_block, self.num_blocks, self.tokens)
 
     @property
     def layers(self) -> range:
@@ -51,8 +51,8 @@ class PieceHeader:
 
     def num_bytes(self, memory: CopiedMemory) -> int:
         """Bytes of the piece behind its header."""
-        states = memory.state_bytes if self.last else 0
-        return self.num_layers * self.blocks * memory.layer_bytes + states
+        states = memory.state_bytes if self.is_last else 0
+        return self.num_layers * self.num_blocks * memory.layer_bytes + states
 
 
 HEADER_BYTES = _HEADER.size
@@ -63,10 +63,12 @@ def parse(data: bytes, size: int, memory: CopiedMemory, block_size: int) -> Piec
     if len(data) < HEADER_BYTES:
         raise DamagedMessage(f"a piece of KV of {size} bytes")
     header = PieceHeader(*_HEADER.unpack(data))
-    end = header.first + header.blocks
-    full = not header.last or (end - 1) * block_size < header.tokens <= end * block_size
-    known = header.layers.stop <= memory.num_layers and bool(header.layers) == bool(memory.num_layers)
-    if not (known and full and size == HEADER_BYTES + header.num_bytes(memory)):
+    end = header.first_block + header.num_blocks
+    full = not header.is_last or (end - 1) * block_size < header.tokens <= end * block_size
+    has_known_layers = header.layers.stop <= memory.num_layers and bool(header.layers) == bool(
+        memory.num_layers
+    )
+    if not (has_known_layers and full and size == HEADER_BYTES + header.num_bytes(memory)):
         raise DamagedMessage(f"a damaged piece of KV: {header} in {size} bytes")
     return header
 
@@ -77,7 +79,7 @@ class Transfers:
     def expect(self, message: messages.Submit) -> None:
         """Requests arrived. Called before they reach the scheduler."""
 
-    def received(self, requests: Sequence[Request]) -> dict[int, int]:
+    def count_received_tokens(self, requests: Sequence[Request]) -> dict[int, int]:
         """Request -> its tokens whose KV was received. Requests without any are left out."""
         return {}
 
@@ -87,7 +89,7 @@ class Transfers:
     def begin(self, plan: StepPlan) -> None:
         """The rows of `plan` are computed from now on, until the next call of this method."""
 
-    def computed(self, plan: StepPlan) -> None:
+    def on_step_computed(self, plan: StepPlan) -> None:
         """The KV of a step's rows is in the cache, in every layer."""
 
     def forget(self, request_ids: Sequence[int]) -> None:

@@ -29,9 +29,9 @@ from moesaic.transport.waiting import wait
 from moesaic.transport.wakeup import Wakeup
 
 LOG = logging.getLogger(__name__)
-REMEMBERED = 4096
+MAX_CLOSED_TRANSFERS = 4096
 """Transfers that were dropped or used, and whose late pieces are ignored. The oldest are forgotten."""
-ONE = np.zeros(1, np.int64)
+ONLY_ROW = np.zeros(1, np.int64)
 """The only row of a call."""
 
 
@@ -63,21 +63,21 @@ class KVReceiver(Transfers):
         block_size: int,
         report: Callable[[messages.Message], None],
         remote_address: str | None = None,
-        one_sided: bool = False,
+        allow_nixl: bool = False,
     ) -> None:
         """report: sends a message to the router, from any thread. remote_address: see `WorkerConfig`.
-        one_sided: whether senders may write into memory of this process."""
+        allow_nixl: whether senders may write into memory of this process."""
         self._memory, self._block_size, self._report = memory, block_size, report
         self.secret = secrets.token_bytes(32)
         self._listener = Listener(
-            "unix:@", self.secret, remote=remote_address, kinds=ONE_SIDED if one_sided else None
+            "unix:@", self.secret, remote=remote_address, kinds=ONE_SIDED if allow_nixl else None
         )
         self.endpoint = self._listener.endpoint
         self._lock = threading.Lock()
         """Protects what follows."""
         self._images: dict[int, _Image] = {}
         """Transfer -> what has arrived."""
-        self._closed: OrderedDict[int, None] = OrderedDict()
+        self._closed_transfers: OrderedDict[int, None] = OrderedDict()
         """Transfers of which no further piece is kept."""
         self._ready: dict[int, _Image] = {}
         """Request -> its KV, until the request is admitted."""
@@ -97,9 +97,9 @@ class KVReceiver(Transfers):
                 if image is not None and image.tokens:
                     self._ready[request_id] = image
 
-    def received(self, requests: Sequence[Request]) -> dict[int, int]:
-        found = (one.request_id for one in requests if one.request_id in self._ready)
-        return {request_id: self._ready[request_id].tokens for request_id in found}
+    def count_received_tokens(self, requests: Sequence[Request]) -> dict[int, int]:
+        request_ids = (request.request_id for request in requests if request.request_id in self._ready)
+        return {request_id: self._ready[request_id].tokens for request_id in request_ids}
 
     def restore(self, action: Restore) -> None:
         """Write the blocks that did not come from the prefix cache, and the states."""
@@ -107,7 +107,7 @@ class KVReceiver(Transfers):
             image = self._ready.pop(action.request_id)
         begin = action.tokens.start // self._block_size
         for header, data in image.pieces:
-            self._put(header, data, action, max(0, begin - header.first))
+            self._put(header, data, action, max(0, begin - header.first_block))
         tokens = self._stats.received_tokens + len(action.tokens)
         self._stats = replace(self._stats, received=self._stats.received + 1, received_tokens=tokens)
 
@@ -124,8 +124,8 @@ class KVReceiver(Transfers):
 
     def stats(self) -> TransferStats:
         with self._lock:
-            held = sum(image.num_bytes for image in (*self._images.values(), *self._ready.values()))
-        return replace(self._stats, held_bytes=held)
+            held_bytes = sum(image.num_bytes for image in (*self._images.values(), *self._ready.values()))
+        return replace(self._stats, held_bytes=held_bytes)
 
     def close(self) -> None:
         self._stopping = True
@@ -134,20 +134,20 @@ class KVReceiver(Transfers):
         self._listener.close()
         self._wakeup.close()
 
-    def _put(self, header: PieceHeader, data: Bytes, action: Restore, skipped: int) -> None:
-        """Write one piece, without its first `skipped` blocks."""
-        blocks = action.blocks[header.first : header.first + header.blocks]
-        end = header.num_layers * header.blocks * self._memory.layer_bytes
-        if skipped < header.blocks:
-            self._memory.put_blocks(blocks, header.layers, data[:end], skipped)
-        if header.last and action.states:
+    def _put(self, header: PieceHeader, data: Bytes, action: Restore, num_skipped: int) -> None:
+        """Write one piece, without its first `num_skipped` blocks."""
+        blocks = action.blocks[header.first_block : header.first_block + header.num_blocks]
+        end = header.num_layers * header.num_blocks * self._memory.layer_bytes
+        if num_skipped < header.num_blocks:
+            self._memory.put_blocks(blocks, header.layers, data[:end], num_skipped)
+        if header.is_last and action.states:
             _, _, page, seat = action.states
             self._memory.put_states(page, seat, data[end:])
 
     def _close(self, transfer: int) -> None:
-        self._closed[transfer] = None
-        if len(self._closed) > REMEMBERED:
-            self._closed.popitem(last=False)
+        self._closed_transfers[transfer] = None
+        if len(self._closed_transfers) > MAX_CLOSED_TRANSFERS:
+            self._closed_transfers.popitem(last=False)
 
     # ---- the thread
 
@@ -155,7 +155,7 @@ class KVReceiver(Transfers):
         sources: list[Answerer] = []
         while not self._stopping:
             wait(sources, (self._listener.fileno(), self._wakeup.fileno()), spin=0.0)
-            sources += self._listener.accepted()
+            sources += self._listener.take_connections()
             for source in list(sources):
                 try:
                     for incoming in source.poll():
@@ -172,34 +172,34 @@ class KVReceiver(Transfers):
         header = parse(bytes(incoming.request[:HEADER_BYTES]), size, memory, self._block_size)
         data = np.frombuffer(incoming.request[HEADER_BYTES:], np.uint8).copy()
         with self._lock:
-            if header.transfer not in self._closed:
+            if header.transfer not in self._closed_transfers:
                 self._keep(source, header, data)
-        incoming.publish(ONE)
-        if header.last:
+        incoming.publish(ONLY_ROW)
+        if header.is_last:
             self._report(messages.KVReceived(header.transfer))
 
     def _keep(self, source: Answerer, header: PieceHeader, data: Bytes) -> None:
-        none = np.zeros(self._memory.num_layers, np.int64)
-        image = self._images.setdefault(header.transfer, _Image(source, none))
-        mine, end = slice(header.layers.start, header.layers.stop), header.first + header.blocks
-        if image.source is not source or image.tokens or (image.blocks[mine] != header.first).any():
+        no_blocks = np.zeros(self._memory.num_layers, np.int64)
+        image = self._images.setdefault(header.transfer, _Image(source, no_blocks))
+        layers, end = slice(header.layers.start, header.layers.stop), header.first_block + header.num_blocks
+        if image.source is not source or image.tokens or (image.blocks[layers] != header.first_block).any():
             raise DamagedMessage(f"a piece of KV at the wrong place: {header}")
-        image.blocks[mine] = end
-        if header.last and (image.blocks != end).any():
+        image.blocks[layers] = end
+        if header.is_last and (image.blocks != end).any():
             raise DamagedMessage(f"the last piece of KV came before others: {header}")
         image.pieces.append((header, data))
         image.tokens = header.tokens
 
-    def _leave(self, source: Answerer, why: ConnectionLost) -> None:
+    def _leave(self, source: Answerer, error: ConnectionLost) -> None:
         """Forget the unfinished transfers of a connection that ended. What is complete can be used."""
-        if isinstance(why, DamagedMessage):
-            LOG.warning("dropped a prefill worker: %s", why)
+        if isinstance(error, DamagedMessage):
+            LOG.warning("dropped a prefill worker: %s", error)
         source.close()
         with self._lock:
-            unfinished = [
+            unfinished_transfers = [
                 transfer
                 for transfer, image in self._images.items()
                 if image.source is source and not image.tokens
             ]
-            for transfer in unfinished:
+            for transfer in unfinished_transfers:
                 del self._images[transfer]

@@ -43,7 +43,7 @@ EARLY_BYTES = 64 << 10
 was launched before it, these are PIECE_BYTES."""
 SLACK = 1 << 20
 """Bytes of a connection's memory besides its pieces."""
-MOST_QUEUED = 1 << 30
+MAX_QUEUED_BYTES = 1 << 30
 """Bytes that wait for one worker, above which further requests are not sent: it computes them itself."""
 
 Report = Callable[[messages.Message], None]
@@ -52,7 +52,7 @@ Report = Callable[[messages.Message], None]
 class _Chunk:
     """A part of a prompt that one step computes."""
 
-    over = False
+    has_ended = False
     """The step has ended."""
 
 
@@ -77,22 +77,22 @@ class Link:
         target: KVTarget,
         transport: HostTransport,
         heap_bytes: int,
-        arrived: Callable[[int, int, float], None],
-        idle: Callable[[], None],
-        lost: Callable[[Link], None],
+        on_arrived: Callable[[int, int, float], None],
+        on_idle: Callable[[], None],
+        on_lost: Callable[[Link], None],
     ) -> None:
-        """arrived: called with the bytes of each piece that has arrived, those of them that left before the
-        end of their step, and its seconds on the way.
+        """on_arrived: called with the bytes of each piece that has arrived, those of them that left before
+        the end of their step, and its seconds on the way.
 
-        idle: called once all pieces so far have arrived. lost: called once when nothing more can be sent. All
-        three are called in the link's thread.
+        on_idle: called once all pieces so far have arrived. on_lost: called once when nothing more can be
+        sent. All three are called in the link's thread.
         """
         self.endpoint = target.endpoint
-        self.lost = False
-        self.queued = 0
+        self.is_lost = False
+        self.queued_bytes = 0
         """Bytes of pieces that wait."""
         self._target, self._transport, self._heap = target, transport, heap_bytes
-        self._arrived, self._idle, self._lost = arrived, idle, lost
+        self._on_arrived, self._on_idle, self._on_lost = on_arrived, on_idle, on_lost
         self._lock = threading.Lock()
         self._pieces: deque[_Piece] = deque()
         self._open: dict[int, tuple[Call, _Piece, int, float]] = {}
@@ -105,10 +105,10 @@ class Link:
     def put(self, piece: _Piece) -> bool:
         """Send a piece after those that wait. False if that is not possible any more."""
         with self._lock:
-            if self.lost:
+            if self.is_lost:
                 return False
             self._pieces.append(piece)
-            self.queued += piece.num_bytes
+            self.queued_bytes += piece.num_bytes
         self._wakeup.ring()
         return True
 
@@ -118,7 +118,7 @@ class Link:
         self._wakeup.ring()
         self._thread.join()
 
-    def unfinished(self) -> list[int]:
+    def list_unfinished(self) -> list[int]:
         """The transfers of which pieces have not arrived. Called once the link is lost."""
         pieces = [*self._pieces, *(piece for _, piece, _, _ in self._open.values())]
         return sorted({piece.header.transfer for piece in pieces})
@@ -135,11 +135,11 @@ class Link:
             pass  # the supervisor notices a dead worker by itself
         finally:
             with self._lock:
-                self.lost = True
+                self.is_lost = True
             if caller is not None:
                 caller.close()
             self._wakeup.close()
-            self._lost(self)
+            self._on_lost(self)
             self._pieces.clear()
             self._open.clear()  # so that the connection's memory is freed
 
@@ -148,11 +148,11 @@ class Link:
         while not self._stopping:
             self._wakeup.clear()
             for call, _ in caller.poll():
-                _, piece, early, begun = self._open.pop(call.number)
+                _, piece, early_bytes, began = self._open.pop(call.number)
                 caller.release(call)
-                self._arrived(piece.num_bytes, early, time.monotonic() - begun)
+                self._on_arrived(piece.num_bytes, early_bytes, time.monotonic() - began)
                 if not (self._open or self._pieces):
-                    self._idle()
+                    self._on_idle()
             if not self._post(caller):
                 wait([caller], (self._wakeup.fileno(),), spin=0.0)
 
@@ -160,7 +160,7 @@ class Link:
         """Send the next piece, if there is one and there is room."""
         if not self._pieces:
             return False
-        piece, begun = self._pieces[0], time.monotonic()
+        piece, began = self._pieces[0], time.monotonic()
         call = caller.open(piece.num_bytes, 1, 1)
         if call is None:
             return False
@@ -169,11 +169,11 @@ class Link:
         for part in piece.data:
             call.request[start : start + len(part)] = part.data
             start += len(part)
-        self._open[call.number] = call, piece, 0 if piece.chunk.over else piece.num_bytes, begun
+        self._open[call.number] = call, piece, 0 if piece.chunk.has_ended else piece.num_bytes, began
         caller.post(call)
         with self._lock:
             self._pieces.popleft()
-            self.queued -= piece.num_bytes
+            self.queued_bytes -= piece.num_bytes
         return True
 
 
@@ -184,14 +184,14 @@ class _Outgoing:
     target: KVTarget
     tokens: int
     """Tokens whose KV is sent: all that are known before the next one is sampled."""
-    sent: IntArray
+    sent_blocks: IntArray
     """[layers] number of blocks of each layer that were sent."""
     chunk: _Chunk = field(default_factory=_Chunk)
     """The one that is computed now, or next."""
 
-    def blocks(self, done: int, block_size: int) -> int:
-        """Number of blocks that can be sent once `done` tokens are computed."""
-        return -(-done // block_size) if done == self.tokens else done // block_size
+    def blocks(self, num_computed: int, block_size: int) -> int:
+        """Number of blocks that can be sent once `num_computed` tokens are computed."""
+        return -(-num_computed // block_size) if num_computed == self.tokens else num_computed // block_size
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class _Rows:
     """The rows of one request in a step."""
 
     request_id: int
-    done: int
+    num_computed: int
     """Tokens whose KV is known once the step has ended."""
     table: IntArray
     """Its blocks."""
@@ -216,14 +216,19 @@ class KVSender(Transfers):
         block_size: int,
         report: Report,
         transport: HostTransport = "shm",
-        most_queued: int = MOST_QUEUED,
-        early: int = EARLY_BYTES,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+        min_early_bytes: int = EARLY_BYTES,
     ) -> None:
-        """report: sends a message to the router, from any thread. most_queued: bytes that wait for one worker
-        before requests are given up. early: bytes of a request that leave before the end of their step, at
-        least; fewer leave after it."""
+        """report: sends a message to the router, from any thread. max_queued_bytes: bytes that wait for one
+        worker before requests are given up. min_early_bytes: bytes of a request that leave before the end of
+        their step, at least; fewer leave after it."""
         self._memory, self._block_size = memory, block_size
-        self._report, self._transport, self._most, self._early = report, transport, most_queued, early
+        self._report, self._transport, self._max_queued_bytes, self._min_early_bytes = (
+            report,
+            transport,
+            max_queued_bytes,
+            min_early_bytes,
+        )
         largest = memory.num_layers * memory.layer_bytes + memory.state_bytes
         self._heap = max(HEAP_BYTES, 2 * largest + SLACK)
         self._outgoing: dict[int, _Outgoing] = {}
@@ -233,52 +238,58 @@ class KVSender(Transfers):
         self._lock = threading.Lock()
         """Protects `_stats`."""
         self._stats = TransferStats()
-        memory.watch(self._written)
+        memory.watch(self._on_layer_written)
 
     def expect(self, message: messages.Submit) -> None:
-        generated = dict(zip((one.request_id for one in message.requests), message.generated, strict=False))
+        generated_tokens = dict(
+            zip(
+                (submitted_request.request_id for submitted_request in message.requests),
+                message.generated,
+                strict=False,
+            )
+        )
         for request in message.requests:
             target = message.targets.get(request.request_id)
             if target is not None:
-                tokens = len(request.prompt_token_ids) + len(generated.get(request.request_id, []))
-                none = np.zeros(self._memory.num_layers, np.int64)
-                self._outgoing[request.request_id] = _Outgoing(target, tokens, none)
+                tokens = len(request.prompt_token_ids) + len(generated_tokens.get(request.request_id, []))
+                no_blocks = np.zeros(self._memory.num_layers, np.int64)
+                self._outgoing[request.request_id] = _Outgoing(target, tokens, no_blocks)
 
     def begin(self, plan: StepPlan) -> None:
         """A step whose rows all give logits may be recorded, and no copy can be part of that. So it sends at
         its end, like a replayed one, which tells nothing of its layers."""
-        whole = plan.batch.num_rows == len(plan.batch.logit_rows)
-        self._step = [] if whole else self._rows(plan)
+        is_recordable = plan.batch.num_rows == len(plan.batch.logit_rows)
+        self._step = [] if is_recordable else self._rows(plan)
 
-    def computed(self, plan: StepPlan) -> None:
+    def on_step_computed(self, plan: StepPlan) -> None:
         for rows in self._rows(plan):
             outgoing = self._outgoing[rows.request_id]
-            outgoing.chunk.over, whole = True, rows.done == outgoing.tokens
-            if not self._send(outgoing, rows, self._memory.num_layers) or whole:
+            outgoing.chunk.has_ended, is_complete = True, rows.num_computed == outgoing.tokens
+            if not self._send(outgoing, rows, self._memory.num_layers) or is_complete:
                 del self._outgoing[rows.request_id]
             outgoing.chunk = _Chunk()
 
-    def _written(self, layer: int) -> None:
+    def _on_layer_written(self, layer: int) -> None:
         """Send what a step has computed up to this layer, if it is enough for a piece."""
         for rows in self._step if layer + 1 < self._memory.num_layers else ():
             outgoing = self._outgoing.get(rows.request_id)
             if outgoing is None:  # it was given up, or cancelled
                 continue
-            blocks = outgoing.blocks(rows.done, self._block_size)
-            more = np.maximum(blocks - outgoing.sent[: layer + 1], 0).sum()
-            enough = more * self._memory.layer_bytes >= self._early
-            if enough and not self._send(outgoing, rows, layer + 1):
+            blocks = outgoing.blocks(rows.num_computed, self._block_size)
+            num_blocks = np.maximum(blocks - outgoing.sent_blocks[: layer + 1], 0).sum()
+            is_enough = num_blocks * self._memory.layer_bytes >= self._min_early_bytes
+            if is_enough and not self._send(outgoing, rows, layer + 1):
                 del self._outgoing[rows.request_id]
 
     def _rows(self, plan: StepPlan) -> list[_Rows]:
         """The rows of requests whose KV is sent."""
-        found = []
+        rows = []
         for index, request_id in enumerate(plan.request_ids.tolist()) if self._outgoing else ():
             if request_id in self._outgoing:
-                done = min(int(plan.batch.context_lens[index]), self._outgoing[request_id].tokens)
+                num_computed = min(int(plan.batch.context_lens[index]), self._outgoing[request_id].tokens)
                 table = plan.batch.block_tables[index]
-                found.append(_Rows(request_id, done, table, _places(plan, index, done)))
-        return found
+                rows.append(_Rows(request_id, num_computed, table, _places(plan, index, num_computed)))
+        return rows
 
     def forget(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
@@ -299,10 +310,10 @@ class KVSender(Transfers):
         request can be sent.
         """
         link = self._link(outgoing.target)
-        ends = layers == self._memory.num_layers and rows.done == outgoing.tokens
-        parts = self._parts(outgoing, outgoing.blocks(rows.done, self._block_size), layers)
+        ends = layers == self._memory.num_layers and rows.num_computed == outgoing.tokens
+        parts = self._parts(outgoing, outgoing.blocks(rows.num_computed, self._block_size), layers)
         if ends and not parts:
-            parts = [(range(0), 0, outgoing.blocks(rows.done, self._block_size))]
+            parts = [(range(0), 0, outgoing.blocks(rows.num_computed, self._block_size))]
         for index, (part, first, count) in enumerate(parts):
             blocks, last = rows.table[first : first + count], ends and index == len(parts) - 1
             data = [self._memory.copy_blocks(blocks, part)]
@@ -310,9 +321,9 @@ class KVSender(Transfers):
                 data.append(self._memory.copy_states(*rows.states))
             tokens = outgoing.tokens if last else 0
             header = PieceHeader(outgoing.target.transfer, part.start, len(part), first, count, tokens)
-            outgoing.sent[part.start : part.stop] = first + count
+            outgoing.sent_blocks[part.start : part.stop] = first + count
             piece = _Piece(header, tuple(data), outgoing.chunk)
-            if link.queued > self._most or not link.put(piece):
+            if link.queued_bytes > self._max_queued_bytes or not link.put(piece):
                 self._give_up([outgoing.target.transfer])
                 return False
             self._count(TransferStats(sent=int(last)))
@@ -323,41 +334,41 @@ class KVSender(Transfers):
 
         Layers of which the same blocks were sent share a piece, unless they are too large for one.
         """
-        found: list[tuple[range, int, int]] = []
-        edges = np.flatnonzero(np.diff(outgoing.sent[:layers])) + 1
+        parts: list[tuple[range, int, int]] = []
+        edges = np.flatnonzero(np.diff(outgoing.sent_blocks[:layers])) + 1
         for start, stop in pairwise([0, *edges.tolist(), layers] if layers else []):
             size = max(1, PIECE_BYTES // max(1, (stop - start) * self._memory.layer_bytes))
-            firsts = range(int(outgoing.sent[start]), blocks, size)
-            found += [(range(start, stop), first, min(size, blocks - first)) for first in firsts]
-        return found
+            firsts = range(int(outgoing.sent_blocks[start]), blocks, size)
+            parts += [(range(start, stop), first, min(size, blocks - first)) for first in firsts]
+        return parts
 
     def _link(self, target: KVTarget) -> Link:
         if target.endpoint not in self._links:
-            for address in [address for address, link in self._links.items() if link.lost]:
+            for address in [address for address, link in self._links.items() if link.is_lost]:
                 self._links.pop(address).close()
-            told = self._arrived, self._idle, self._lost
-            self._links[target.endpoint] = Link(target, self._transport, self._heap, *told)
+            callbacks = self._on_piece_arrived, self._on_link_idle, self._on_link_lost
+            self._links[target.endpoint] = Link(target, self._transport, self._heap, *callbacks)
         return self._links[target.endpoint]
 
-    def _lost(self, link: Link) -> None:
-        transfers = link.unfinished()
+    def _on_link_lost(self, link: Link) -> None:
+        transfers = link.list_unfinished()
         if transfers:
             self._give_up(transfers)
 
-    def _arrived(self, num_bytes: int, early: int, seconds: float) -> None:
-        late = 0.0 if early else seconds
-        self._count(TransferStats(sent_bytes=num_bytes, sent_seconds=late, early_bytes=early))
+    def _on_piece_arrived(self, num_bytes: int, early_bytes: int, seconds: float) -> None:
+        late = 0.0 if early_bytes else seconds
+        self._count(TransferStats(sent_bytes=num_bytes, sent_seconds=late, early_bytes=early_bytes))
 
-    def _idle(self) -> None:
+    def _on_link_idle(self) -> None:
         """Report what has arrived: a worker without requests would say it with its next step."""
         with contextlib.suppress(ConnectionLost):  # the process ends
             self._report(messages.KVSent(self.stats()))
 
-    def _count(self, more: TransferStats) -> None:
+    def _count(self, increment: TransferStats) -> None:
         with self._lock:
             counts = vars(self._stats)
             self._stats = replace(
-                self._stats, **{name: counts[name] + value for name, value in vars(more).items()}
+                self._stats, **{name: counts[name] + value for name, value in vars(increment).items()}
             )
 
     def _give_up(self, transfers: list[int]) -> None:
@@ -366,9 +377,9 @@ class KVSender(Transfers):
             self._report(messages.KVNotSent(transfers))
 
 
-def _places(plan: StepPlan, index: int, done: int) -> tuple[int, int] | None:
+def _places(plan: StepPlan, index: int, num_computed: int) -> tuple[int, int] | None:
     """The page with a sequence's state at the last multiple of STATE_CHUNK, and its seat. None: no states."""
     if not len(plan.batch.states):
         return None
-    read, at, write, seat = plan.batch.states[index].tolist()
-    return write if done // STATE_CHUNK * STATE_CHUNK > at else read, seat
+    read, position, write, seat = plan.batch.states[index].tolist()
+    return write if num_computed // STATE_CHUNK * STATE_CHUNK > position else read, seat

@@ -20,7 +20,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.text_config import text_of
 from moesaic.cost.reading import read
 from moesaic.kernels.table import pick
-from moesaic.models import registry, wrapped
+from moesaic.models import registry, wrapped_names
 from moesaic.models.files import generation_defaults
 
 Published = Callable[..., tuple[Any, Path]]
@@ -122,5 +122,5 @@ def test_tensors_about_images_are_refused_in_a_text_model(published: Published, 
 
 def test_a_name_that_both_have_stays() -> None:
     both = ["language_model.model.norm.weight", "model.norm.weight"]
-    assert wrapped.plain_names(both) == {name: name for name in both}
-    assert doctest.testmod(wrapped).failed == 0
+    assert wrapped_names.plain_names(both) == {name: name for name in both}
+    assert doctest.testmod(wrapped_names).failed == 0

@@ -19,7 +19,7 @@ from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
 from moesaic.models.quantization.scheme import Matrix
 from moesaic.offload.arena import Arena
-from moesaic.offload.converted import StreamedConverted
+from moesaic.offload.converted_experts import StreamedConvertedExperts
 
 kernels = table.pick("cpu", "auto")
 STATIC = {0: [3], 1: [0, 5]}
@@ -46,9 +46,9 @@ def test_pages_and_chosen_experts_have_the_bytes_of_the_loader(form: str, tmp_pa
     layout = registry.expert_layout(path, kernels)
     conversion = conversion_of(Headers(path), layout)
     assert conversion is not None and conversion.name == layout.dtype
-    memory = StreamedConverted.memory_for(path, layout, STATIC)
+    memory = StreamedConvertedExperts.memory_for(path, layout, STATIC)
     assert conversion.read < memory.staging < conversion.staging
-    streamed = StreamedConverted(path, layout, STATIC, Arena(memory.total))
+    streamed = StreamedConvertedExperts(path, layout, STATIC, Arena(memory.total))
     total = streamed.load_static()
     loaded = registry.load_experts(path, kernels, dict.fromkeys(layout.layers, range(layout.num_experts)))
     for count in range(4):
@@ -58,7 +58,7 @@ def test_pages_and_chosen_experts_have_the_bytes_of_the_loader(form: str, tmp_pa
         else:
             total += streamed.load_chosen(count, layer, range(layout.num_experts))
         found, wanted = streamed.experts(count, layer), loaded[layer]
-        assert found.packed == wanted.packed and found.table.stored == wanted.table.stored
+        assert found.packed_dtype == wanted.packed_dtype and found.table.dtype_code == wanted.table.dtype_code
         for mine, theirs in zip(found.parts, wanted.parts, strict=True):
             assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))  # type: ignore[arg-type]
     assert streamed.bytes_read == total > 0
@@ -72,8 +72,8 @@ def test_a_number_that_is_nan_is_one_line_when_its_expert_is_read(tmp_path: Path
     tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"].fill_(torch.nan)
     save_file(tensors, file, {"format": "pt"})
     layout = registry.expert_layout(path, kernels)
-    streamed = StreamedConverted(
-        path, layout, {}, Arena(StreamedConverted.memory_for(path, layout, {}).total)
+    streamed = StreamedConvertedExperts(
+        path, layout, {}, Arena(StreamedConvertedExperts.memory_for(path, layout, {}).total)
     )
     streamed.load_chosen(1, 1, [1])
     with pytest.raises(CheckpointError, match=r"tensor .*experts\.2\.up_proj: got nan in a scale") as refused:
@@ -92,14 +92,14 @@ def test_conversion_takes_the_memory_that_plans_count(form: str, tmp_path: Path)
         quantizers.json.dumps({"quantization_config": FORMATS[form].config})
     )
     headers = Headers(tmp_path)
-    matrix = headers.quantized("some.weight", rows, columns)
+    matrix = headers.find_quantized("some.weight", rows, columns)
     assert isinstance(matrix, Matrix)
     data = np.fromfile(tmp_path / "model.safetensors", np.uint8)
     read = headers.reader(lambda place: data[place.offset : place.offset + place.size])
-    out = np.empty_like(matrix.packed(read))
+    out = np.empty_like(matrix.pack_rows(read))
     tracemalloc.start()
     try:
-        matrix.packed(read, out)
+        matrix.pack_rows(read, out)
         assert tracemalloc.get_traced_memory()[1] < matrix.scratch(matrix.dtype)
     finally:
         tracemalloc.stop()

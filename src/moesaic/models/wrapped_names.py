@@ -37,14 +37,14 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
     return found
 
 
-def as_stored(prefix: str, plain: str, stored: str) -> str:
-    """How files call `prefix`. plain, stored: what moesaic and the files call a tensor near it.
+def file_prefix(prefix: str, plain_name: str, file_name: str) -> str:
+    """How files call `prefix`. plain, file_name: what moesaic and the files call a tensor near it.
 
-    >>> as_stored("model.layers.3.mlp", "model.layers.3.mlp.up", "language_model.model.layers.3.mlp.up")
+    >>> file_prefix("model.layers.3.mlp", "model.layers.3.mlp.up", "language_model.model.layers.3.mlp.up")
     'language_model.model.layers.3.mlp'
     """
     for front, mine in FRONTS:
-        if stored == front + plain.removeprefix(mine) and plain.startswith(mine):
+        if file_name == front + plain_name.removeprefix(mine) and plain_name.startswith(mine):
             return front + prefix.removeprefix(mine)
     return prefix
 

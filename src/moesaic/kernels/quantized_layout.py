@@ -38,15 +38,15 @@ TABLES = {name: np.array(table, dtype=np.float32) for name, table in _TABLES.ite
 
 
 def pack(
-    dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None = None, out: Bytes | None = None
+    dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None = None, output: Bytes | None = None
 ) -> Bytes:
-    """The stored rows [rows, row_bytes], in `out` if that is given.
+    """The stored rows [rows, row_bytes], in `output` if that is given.
 
     dtype: a key of QUANTIZED. codes [rows, columns], one a byte. scales and offsets [rows, groups].
     """
     kind = QUANTIZED[dtype]
     rows, columns = codes.shape
-    stored = np.empty((rows, kind.row_bytes(columns)), dtype=np.uint8) if out is None else out
+    stored = np.empty((rows, kind.row_bytes(columns)), dtype=np.uint8) if output is None else output
     heads = [scales] if offsets is None else [scales, offsets]
     at = 0
     for begin in range(0, columns, BLOCK):
@@ -64,24 +64,24 @@ def pack(
     return stored
 
 
-def dequantize(dtype: str, stored: Bytes, columns: int) -> Floats:
+def dequantize(dtype: str, stored_rows: Bytes, columns: int) -> Floats:
     """The numbers [rows, columns] of stored rows [rows, row_bytes]."""
     kind = QUANTIZED[dtype]
-    out = np.empty((len(stored), columns), dtype=np.float32)
+    out = np.empty((len(stored_rows), columns), dtype=np.float32)
     at = 0
     for begin in range(0, columns, BLOCK):
         count = min(BLOCK, columns - begin)
         size = kind.row_bytes(count)
-        out[:, begin : begin + count] = _block(kind, stored[:, at : at + size], count)
+        out[:, begin : begin + count] = _block(kind, stored_rows[:, at : at + size], count)
         at += size
     return out
 
 
-def _block(kind: Quantization, stored: Bytes, count: int) -> Floats:
+def _block(kind: Quantization, block_bytes: Bytes, count: int) -> Floats:
     """The numbers of one block of every row."""
-    groups, rows = -(-count // kind.group), len(stored)
-    heads = np.ascontiguousarray(stored[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
-    codes: Any = stored[:, 4 * groups * (1 + kind.offset) :]
+    groups, rows = -(-count // kind.group), len(block_bytes)
+    heads = np.ascontiguousarray(block_bytes[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
+    codes: Any = block_bytes[:, 4 * groups * (1 + kind.offset) :]
     if kind.bits == 4:
         codes = _codes(codes)
     values = TABLES[kind.values][codes].reshape(rows, groups, kind.group)
@@ -99,7 +99,7 @@ def _nibbles(codes: Bytes) -> Bytes:
     return packed
 
 
-def _codes(packed: Bytes) -> Any:
+def _codes(packed_codes: Bytes) -> Any:
     """The input of `_nibbles`."""
-    pairs = packed.reshape(len(packed), -1, 1, 16)
-    return np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(len(packed), -1)
+    pairs = packed_codes.reshape(len(packed_codes), -1, 1, 16)
+    return np.concatenate([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(len(packed_codes), -1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic.core.stored import QUANTIZED, Quantization, row_bytes
-from moesaic.kernels.quantized import TABLES, dequantize, pack
+from moesaic.kernels.quantized_layout import TABLES, dequantize, pack
 
 COLUMNS = [1, 15, 16, 31, 32, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 1152, 2100]
 

@@ -16,8 +16,8 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import Kernels
-from moesaic.models.block import Block, Projected
-from moesaic.models.kvcache.images import ByteLines, Bytes, Written
+from moesaic.models.block import Block, Projections
+from moesaic.models.kvcache.images import ByteLines, Bytes, OnLayerWritten
 from moesaic.models.spec import KVLayout
 
 HUGE_PAGE = 1 << 21
@@ -41,24 +41,24 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
-        at_once: bool = False,
+        allocate_now: bool = False,
     ) -> None:
-        """at_once: allocate all memory now, not when blocks are first written."""
+        """allocate_now: allocate all memory now, not when blocks are first written."""
         self._store = kernels.store
         self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, at_once)
+        self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, allocate_now)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         by_layer: list[tuple[torch.Tensor, ...]] = [(keys,) for keys in self._keys]
         if not layout.value_in_key:
             width = stored_width(layout.value_width, dtype)
-            self._values = zeros((*shape, width), dtype, device, at_once)
+            self._values = zeros((*shape, width), dtype, device, allocate_now)
             by_layer = list(zip(self._keys, self._values, strict=True))
         self._lines = ByteLines([tensor for tensors in by_layer for tensor in tensors])
         self._tensors = len(by_layer[0]) if by_layer else 0
         """Tensors of a layer."""
-        self._written: Written = _nothing
+        self._on_layer_written: OnLayerWritten = _ignore_layer
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Stores rows.
@@ -78,10 +78,10 @@ class PagedKV:
         """Returns [blocks, block_size, kv_heads, stored width of a value], or [..., value_width] of keys."""
         return self._values[layer]
 
-    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+    def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """Stores the rows of a step, then lets the block attend. See `LayerMemory`."""
         self.write(layer, rows.key, rows.value, batch.slots)
-        self._written(layer)
+        self._on_layer_written(layer)
         return block.attention(rows.query, self.keys(layer), self.values(layer), batch)
 
     # ---- see `CopiedMemory`
@@ -96,16 +96,16 @@ class PagedKV:
     def layer_bytes(self) -> int:
         return self._lines.num_bytes // max(1, len(self._keys))
 
-    def watch(self, written: Written) -> None:
-        self._written = written
+    def watch(self, on_layer_written: OnLayerWritten) -> None:
+        self._on_layer_written = on_layer_written
 
     def copy_blocks(self, blocks: IntArray, layers: range) -> Bytes:
-        return self._lines.copy(blocks, self._of(layers))
+        return self._lines.copy(blocks, self._tensor_slice(layers))
 
-    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, skipped: int = 0) -> None:
-        self._lines.put(blocks, data, skipped, self._of(layers))
+    def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
+        self._lines.put(blocks, data, num_skipped, self._tensor_slice(layers))
 
-    def _of(self, layers: range) -> slice:
+    def _tensor_slice(self, layers: range) -> slice:
         """The tensors of these layers."""
         return slice(layers.start * self._tensors, layers.stop * self._tensors)
 
@@ -129,12 +129,12 @@ class PagedKV:
         return None
 
 
-def _nothing(layer: int) -> None:
+def _ignore_layer(layer: int) -> None:
     """What happens with the rows of a layer if nobody watches."""
 
 
 def zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, at_once: bool
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate_now: bool
 ) -> tuple[torch.Tensor, ...]:
     """Returns one tensor of zeros for each layer.
 
@@ -149,7 +149,7 @@ def zeros(
     memory = np.zeros(shape[0] * step + HUGE_PAGE, np.uint8)
     begin = -memory.ctypes.data % HUGE_PAGE
     parts = [memory[start : start + size] for start in range(begin, begin + shape[0] * step, step)]
-    for part in parts if at_once else ():
+    for part in parts if allocate_now else ():
         part[:: mmap.PAGESIZE] = 0
     return tuple(torch.from_numpy(part).view(dtype).view(shape[1:]) for part in parts)
 
@@ -171,7 +171,7 @@ class SplitKV:
         self.fast_blocks = len(fast.keys(0))
         self._block_size = slow.keys(0).shape[1]
 
-    def attend(self, layer: int, block: Block, rows: Projected, batch: AttentionBatch) -> torch.Tensor:
+    def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """Is not possible where the blocks are: `offload.caches.MovingCache` brings them together."""
         raise TypeError("a cache on two levels is attended to by a pass")
 

@@ -46,19 +46,19 @@ def compress(matrix: Bits) -> Bytes:
     return out
 
 
-def decompress(stored: Bytes, columns: int) -> Bits:
+def decompress(stored_rows: Bytes, columns: int) -> Bits:
     """The input of `compress`. The numbers of a damaged block are undefined."""
-    out = np.empty((len(stored), columns), dtype=np.uint16)
+    out = np.empty((len(stored_rows), columns), dtype=np.uint16)
     at = 0
     for begin in range(0, columns, BLOCK):
         count = min(BLOCK, columns - begin)
         size = row_bytes(COMPRESSED, count)
-        out[:, begin : begin + count] = _decompress_blocks(stored[:, at : at + size])[:, :count]
+        out[:, begin : begin + count] = _decompress_blocks(stored_rows[:, at : at + size])[:, :count]
         at += size
     return out
 
 
-def _compress_blocks(block: Bits, out: Bytes) -> None:
+def _compress_blocks(block: Bits, stored_rows: Bytes) -> None:
     """One block of every row."""
     rows, count = block.shape
     exponents = (block >> 7).astype(np.uint8)
@@ -66,15 +66,15 @@ def _compress_blocks(block: Bits, out: Bytes) -> None:
     below = largest[:, None].astype(np.int16) - exponents
     codes = np.where((below >= 0) & (below < WINDOW), below, STRANGE).astype(np.uint8)
     codes[exponents == 0] = ZERO
-    out[:, 0] = largest
-    _put_strange(block, codes == STRANGE, out)
+    stored_rows[:, 0] = largest
+    _put_strange(block, codes == STRANGE, stored_rows)
     padded = -(-count // GROUP) * GROUP
     filled = np.full((rows, padded), ZERO, dtype=np.uint8)
     filled[:, :count] = codes
     ordered = filled.reshape(rows, padded // GROUP, GROUP)[:, :, ORDER]
     numbers = np.zeros((rows, padded), dtype=np.uint8)
     numbers[:, :count] = (block >> 8 & 0x80) | (block & 0x7F)
-    groups = out[:, HEAD:].reshape(rows, padded // GROUP, GROUP_BYTES)
+    groups = stored_rows[:, HEAD:].reshape(rows, padded // GROUP, GROUP_BYTES)
     groups[:, :, :GROUP] = numbers.reshape(rows, padded // GROUP, GROUP)[:, :, ORDER]
     half = GROUP // 2
     groups[:, :, GROUP:] = ordered[:, :, :half] | ordered[:, :, half:] << 4
@@ -92,7 +92,7 @@ def _most_common(exponents: Bytes) -> Bytes:
     return largest
 
 
-def _put_strange(block: Bits, strange: npt.NDArray[np.bool_], out: Bytes) -> None:
+def _put_strange(block: Bits, strange: npt.NDArray[np.bool_], stored_rows: Bytes) -> None:
     counts = np.count_nonzero(strange, axis=1)
     worst = int(counts.max(initial=0))
     if worst > MOST_STRANGE:
@@ -100,30 +100,30 @@ def _put_strange(block: Bits, strange: npt.NDArray[np.bool_], out: Bytes) -> Non
             f"{worst} of {block.shape[1]} numbers in a row have exponents far from the others'; "
             f"allowed: at most {MOST_STRANGE}"
         )
-    out[:, 1] = counts
+    stored_rows[:, 1] = counts
     rows, places = np.nonzero(strange)
     turn = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     for byte, part in enumerate((places, places >> 8, block[rows, places], block[rows, places] >> 8)):
-        out[rows, 4 + 4 * turn + byte] = (part & 0xFF).astype(np.uint8)
+        stored_rows[rows, 4 + 4 * turn + byte] = (part & 0xFF).astype(np.uint8)
 
 
-def _decompress_blocks(stored: Bytes) -> Bits:
+def _decompress_blocks(stored_rows: Bytes) -> Bits:
     """Decompress one block of every row, filled up to whole groups."""
-    rows = len(stored)
-    groups = stored[:, HEAD:].reshape(rows, -1, GROUP_BYTES)
+    rows = len(stored_rows)
+    groups = stored_rows[:, HEAD:].reshape(rows, -1, GROUP_BYTES)
     pairs = groups[:, :, GROUP:]
     numbers = np.empty((rows, groups.shape[1], GROUP), dtype=np.uint8)
     codes = np.empty_like(numbers)
     numbers[:, :, ORDER] = groups[:, :, :GROUP]
     codes[:, :, ORDER] = np.concatenate((pairs & 0x0F, pairs >> 4), axis=2)
-    largest = stored[:, :1, None]
+    largest = stored_rows[:, :1, None]
     exponents = np.where(codes < WINDOW, largest - codes, np.uint8(0)).astype(np.uint16)
     signs = (numbers & np.uint8(0x80)).astype(np.uint16)
     bits: Bits = (signs << np.uint16(8) | exponents << np.uint16(7) | (numbers & np.uint8(0x7F))).reshape(
         rows, -1
     )
-    for row in np.flatnonzero(stored[:, 1]):
-        count = min(int(stored[row, 1]), MOST_STRANGE)
-        places, whole = stored[row, 4 : 4 + 4 * count].view("<u2").reshape(count, 2).T
+    for row in np.flatnonzero(stored_rows[:, 1]):
+        count = min(int(stored_rows[row, 1]), MOST_STRANGE)
+        places, whole = stored_rows[row, 4 : 4 + 4 * count].view("<u2").reshape(count, 2).T
         bits[row, places % BLOCK % bits.shape[1]] = whole
     return bits

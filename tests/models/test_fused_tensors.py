@@ -19,7 +19,7 @@ from tests.support.model_driver import Driver
 from moesaic.core.errors import CheckpointError
 from moesaic.experts.store import Store
 from moesaic.kernels import table
-from moesaic.models import compressing, fingerprint, fused, registry
+from moesaic.models import compressing, fingerprint, fused_tensors, registry
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.headers import Headers
 from moesaic.models.shard import Shard
@@ -47,7 +47,7 @@ GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.e
 @dataclass(frozen=True)
 class Forms:
     one_by_one: Path
-    fused: Path
+    fused_tensors: Path
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,10 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Forms]:
                 one, tiny_models.save_fused(model, tmp_path_factory.mktemp("two"), dtype)
             )
             names = [load_file(path / "model.safetensors").keys() for path in (one, made[case, dtype].fused)]
-            assert [any(name.endswith(fused.GATE_UP) for name in each) for each in names] == [False, True]
+            assert [any(name.endswith(fused_tensors.GATE_UP) for name in each) for each in names] == [
+                False,
+                True,
+            ]
         return made[case, dtype]
 
     return make
@@ -91,14 +94,16 @@ def test_a_model_has_the_same_bits(
 ) -> None:
     both = forms(case, dtype)
     one, two = (
-        registry.load(path, table.pick("cpu"), mapped=mapped) for path in (both.one_by_one, both.fused)
+        registry.load(path, table.pick("cpu"), use_mmap=mapped) for path in (both.one_by_one, both.fused)
     )
     assert (one.spec, one.num_parameters, one.num_bytes) == (two.spec, two.num_parameters, two.num_bytes)
     tokens = tiny_models.prompt(23, model_configs.VOCAB)
     assert torch.equal(Driver(one).prefill(tokens), Driver(two).prefill(tokens))
     for layer in one.spec.moe_layers:
         for expert in range(one.spec.num_experts):
-            pairs = zip(one.experts[layer].of(expert), two.experts[layer].of(expert), strict=True)
+            pairs = zip(
+                one.experts[layer].matrices_of(expert), two.experts[layer].matrices_of(expert), strict=True
+            )
             assert all(torch.equal(first, second) for first, second in pairs)
 
 
@@ -111,7 +116,7 @@ def test_a_rank_loads_the_same_part_of_each_expert(rank: int, forms: Callable[..
     )
     for layer, experts in wanted.items():
         for expert in experts:
-            pairs = list(zip(one[layer].of(expert), two[layer].of(expert), strict=True))
+            pairs = list(zip(one[layer].matrices_of(expert), two[layer].matrices_of(expert), strict=True))
             assert all(torch.equal(first, second) for first, second in pairs)
             assert [tuple(second.shape) for _, second in pairs] == [(10, 48), (10, 48), (48, 10)]
 
@@ -131,7 +136,7 @@ def test_a_server_finds_the_same_bits(
     )
     layer = layouts[0].layers[-1]
     for store in (one, two):
-        store.take({layer: [0, 3, 4]})
+        store.load({layer: [0, 3, 4]})
     for expert in (0, 3, 4):
         for line, size in enumerate(layouts[0].matrix_bytes):
             first, second = (
@@ -146,7 +151,10 @@ def test_an_expert_has_the_same_digest(forms: Callable[..., Forms]) -> None:
         ExpertDigests(path, registry.expert_layout(path, table.pick("cpu")))
         for path in (both.one_by_one, both.fused)
     )
-    found = [[digests.of(layer, expert) for layer in (0, 2) for expert in range(5)] for digests in (one, two)]
+    found = [
+        [digests.digest_of(layer, expert) for layer in (0, 2) for expert in range(5)]
+        for digests in (one, two)
+    ]
     assert found[0] == found[1] and len(set(found[0])) == 10
 
 
@@ -157,17 +165,19 @@ def test_compressed_experts_are_those_of_experts_one_by_one(case: str, shard: st
     for name, form in (("one", True), ("two", False)):
         model.save_pretrained(tmp_path / name, save_original_format=form, max_shard_size=shard)
         compressing.compress(tmp_path / name, tmp_path / f"{name}-small", 2, lambda done, total: None)
-    assert fingerprint.origin(tmp_path / "two-small") == fingerprint.of(tmp_path / "two")
+    assert fingerprint.origin(tmp_path / "two-small") == fingerprint.compute_fingerprint(tmp_path / "two")
     one, two = (registry.load(tmp_path / f"{name}-small", table.pick("cpu")) for name in ("one", "two"))
-    assert one.num_bytes == two.num_bytes and one.experts[0].gate[0].dtype is torch.uint8
+    assert one.num_bytes == two.num_bytes and one.experts[0].gate_proj[0].dtype is torch.uint8
     for layer in one.spec.moe_layers:
         for expert in range(one.spec.num_experts):
-            pairs = zip(one.experts[layer].of(expert), two.experts[layer].of(expert), strict=True)
+            pairs = zip(
+                one.experts[layer].matrices_of(expert), two.experts[layer].matrices_of(expert), strict=True
+            )
             assert all(torch.equal(first, second) for first, second in pairs)
     if shard != "1GB":
         index = json.loads((tmp_path / "two-small" / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 3
-        assert index["weight_map"].keys() == Headers(tmp_path / "two-small").every().keys()
+        assert index["weight_map"].keys() == Headers(tmp_path / "two-small").list_tensors().keys()
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
@@ -231,4 +241,4 @@ def test_headers_refuse_it_too(what: str, copy: Callable[..., Path], forms: Call
 
 
 def test_examples() -> None:
-    assert doctest.testmod(fused).failed == 0
+    assert doctest.testmod(fused_tensors).failed == 0

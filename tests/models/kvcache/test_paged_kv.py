@@ -14,7 +14,7 @@ import torch
 from moesaic import LLM
 from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import REFERENCE
-from moesaic.models.kvcache.paged import HUGE_PAGE, PagedKV, bytes_per_token
+from moesaic.models.kvcache.paged_kv import HUGE_PAGE, PagedKV, bytes_per_token
 from moesaic.models.spec import KVLayout
 
 GROUPED = KVLayout(3, 24, 20)
@@ -92,7 +92,7 @@ def in_memory(rows: torch.Tensor) -> float:
 
 def large(at_once: bool) -> PagedKV:
     layout = KVLayout(kv_heads=2, key_width=64, value_width=64, value_in_key=False)
-    return PagedKV(layout, 2, 4096, 16, torch.float32, torch.device("cpu"), REFERENCE, at_once=at_once)
+    return PagedKV(layout, 2, 4096, 16, torch.float32, torch.device("cpu"), REFERENCE, allocate_now=at_once)
 
 
 def shares(kv: PagedKV) -> list[float]:
@@ -106,7 +106,7 @@ def test_memory_is_taken_at_once_if_it_is_asked_for() -> None:
 
 def test_memory_is_taken_as_blocks_are_written() -> None:
     """In a process of its own: the allocator of this one may give memory that it had before."""
-    code = "from tests.models.kvcache.test_paged import large, shares; print(max(shares(large(False))))"
+    code = "from tests.models.kvcache.test_paged_kv import large, shares; print(max(shares(large(False))))"
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 1 / 4

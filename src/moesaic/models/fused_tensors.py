@@ -41,7 +41,7 @@ GRANITE = {GATE_UP: "input_linear.weight", DOWN: "output_linear.weight"}
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class FusedPart:
     """Which part of a fused tensor a matrix is."""
 
     tensor: str
@@ -52,7 +52,7 @@ class Inside:
     flat: bool = False
     """Whether the tensor has no axis of experts, but the rows of all of them."""
 
-    def whole(self, experts: int, rows: int, *columns: int) -> tuple[int, ...]:
+    def tensor_shape(self, experts: int, rows: int, *columns: int) -> tuple[int, ...]:
         """Shape of the tensor for parts [rows, columns] or [rows]. experts: how many it seems to have."""
         seen = max(experts, self.expert + 1)
         return (seen * rows, *columns) if self.flat else (seen, self.count * rows, *columns)
@@ -73,35 +73,35 @@ class Inside:
         return (self.expert * self.count + self.number) * math.prod(shape)
 
 
-def inside(name: str, has: Callable[[str], bool]) -> Inside | None:
+def find_fused_part(name: str, has_tensor: Callable[[str], bool]) -> FusedPart | None:
     """Where a part of an expert is that has no tensor of its own; None if no fused tensor has it.
 
-    has: whether the checkpoint has a tensor of a name.
-    >>> inside("mlp.experts.3.up_proj.weight", {"mlp.experts.gate_up_proj"}.__contains__)
-    Inside(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2, flat=False)
+    has_tensor: whether the checkpoint has a tensor of a name.
+    >>> find_fused_part("mlp.experts.3.up_proj.weight", {"mlp.experts.gate_up_proj"}.__contains__)
+    FusedPart(tensor='mlp.experts.gate_up_proj', expert=3, number=1, count=2, flat=False)
     """
-    if has(name):
+    if has_tensor(name):
         return None
     found = MATRIX.fullmatch(name)
     if found is None:
-        return _column(name, has)
+        return _find_column_part(name, has_tensor)
     prefix, expert, word = found.groups()
     tensor, number, count = WHERE[word]
     granite = f"{prefix.removesuffix('.experts')}.{GRANITE[tensor]}"
     stacked = f"{prefix}.{word}.weight"
-    if has(stacked):
-        return Inside(stacked, int(expert), 0, 1)
+    if has_tensor(stacked):
+        return FusedPart(stacked, int(expert), 0, 1)
     for each in (f"{prefix}.{tensor}", f"{prefix.replace(*RENAMED)}.{tensor}", granite):
-        if has(each):
-            return Inside(each, int(expert), number, count)
+        if has_tensor(each):
+            return FusedPart(each, int(expert), number, count)
     return None
 
 
-def _column(name: str, has: Callable[[str], bool]) -> Inside | None:
+def _find_column_part(name: str, has_tensor: Callable[[str], bool]) -> FusedPart | None:
     flat = FLAT.fullmatch(name)
-    if flat is not None and has(f"{flat[1]}.{flat[3]}"):
-        return Inside(f"{flat[1]}.{flat[3]}", int(flat[2]), 0, 1, flat=True)
+    if flat is not None and has_tensor(f"{flat[1]}.{flat[3]}"):
+        return FusedPart(f"{flat[1]}.{flat[3]}", int(flat[2]), 0, 1, flat=True)
     found = WHOLE.fullmatch(name)
-    if found is None or not has(f"{found[1]}.{found[3]}"):
+    if found is None or not has_tensor(f"{found[1]}.{found[3]}"):
         return None
-    return Inside(f"{found[1]}.{found[3]}", int(found[2]), 0, 1)
+    return FusedPart(f"{found[1]}.{found[3]}", int(found[2]), 0, 1)

@@ -15,7 +15,7 @@ class GroupedQuery:
     """See `shared_experts.AttentionSizes`."""
 
     sizes: Heads
-    rotated: int
+    rotated_width: int
     """Numbers of a head that are rotated."""
 
     @property

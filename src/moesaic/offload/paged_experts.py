@@ -14,7 +14,7 @@ from moesaic.kernels import weights
 from moesaic.kernels.weights import DeviceTable, ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
-from moesaic.offload.converted import ConvertingReader, dense_expert, dense_size
+from moesaic.offload.converted_experts import ConvertingReader, dense_expert, dense_size
 from moesaic.offload.device import DeviceLink, DeviceMemory, pinned_memory
 from moesaic.offload.link import Link
 from moesaic.offload.weights import Files, Memory, Plan
@@ -33,34 +33,40 @@ class PageTable:
     def __init__(self, num_experts: int, parts: int, device: torch.device) -> None:
         """parts: tensors of an expert, 3 or all of `kernels.weights.PARTS`."""
         assert parts in (3, len(weights.PARTS))
-        self._here = torch.zeros(parts, num_experts, dtype=torch.int64, pin_memory=True)
-        self._there = torch.zeros(parts, num_experts, dtype=torch.int64, device=device)
-        self._every: ExpertWeights | None = None
-        self._held: Collection[int] = ()
+        self._host_table = torch.zeros(parts, num_experts, dtype=torch.int64, pin_memory=True)
+        self._device_table = torch.zeros(parts, num_experts, dtype=torch.int64, device=device)
+        self._placed_experts: ExpertWeights | None = None
+        self._resident_experts: Collection[int] = ()
         self._addresses = np.zeros((parts, num_experts), np.int64)
         self._pages: DeviceTable | None = None
-        self._shown: ExpertWeights | None = None
+        self._weights: ExpertWeights | None = None
 
-    def show(self, every: ExpertWeights, held: frozenset[int]) -> ExpertWeights:
-        """The experts `held`, with this table, which has them and no others from now on.
+    def select_experts(
+        self, placed_experts: ExpertWeights, resident_experts: frozenset[int]
+    ) -> ExpertWeights:
+        """The experts `resident_experts`, with this table, which has them and no others from now on.
 
-        every: all experts that have a place, whether they are there now or not. The device's copy is written
-        only if something changed. By then the one before must have been made.
+        placed_experts: all experts that have a place, whether they are there now or not. The device's copy is
+        written only if something changed. By then the one before must have been made.
         """
-        if self._shown is None or every is not self._every or held != self._held:
-            if every is not self._every or self._pages is None:
-                self._addresses[:] = every.addresses
-                self._pages = every.table_over(self._there)
+        if (
+            self._weights is None
+            or placed_experts is not self._placed_experts
+            or resident_experts != self._resident_experts
+        ):
+            if placed_experts is not self._placed_experts or self._pages is None:
+                self._addresses[:] = placed_experts.addresses
+                self._pages = placed_experts.table_over(self._device_table)
             mask = np.zeros(self._addresses.shape[1], bool)
-            mask[list(held)] = True
-            np.multiply(self._addresses, mask, out=self._here.numpy())
-            self._there.copy_(self._here, non_blocking=True)
-            self._every, self._held = every, held
-            self._shown = replace(every.only(held), pages=self._pages)
-        return self._shown
+            mask[list(resident_experts)] = True
+            np.multiply(self._addresses, mask, out=self._host_table.numpy())
+            self._device_table.copy_(self._host_table, non_blocking=True)
+            self._placed_experts, self._resident_experts = placed_experts, resident_experts
+            self._weights = replace(placed_experts.select(resident_experts), page_table=self._pages)
+        return self._weights
 
 
-class PagedByExpert(StreamedByExpert):
+class PagedExperts(StreamedByExpert):
     """As StreamedByExpert, on a device. `experts` has those that are there, with a page table.
 
     Experts that the files do not have as the kernels read them are converted in RAM, on their way to pinned
@@ -73,13 +79,13 @@ class PagedByExpert(StreamedByExpert):
         layout: ExpertLayout,
         static: Mapping[int, Sequence[int]],
         memory: DeviceMemory,
-        down: DeviceLink,
-        owned: Mapping[int, Sequence[int]] | None = None,
+        load_link: DeviceLink,
+        owned_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self._down = down
-        self._loaded: list[tuple[tuple[int, int], set[int]]] = [((-1, -1), set()), ((-1, -1), set())]
+        self._load_link = load_link
+        self._loaded_experts: list[tuple[tuple[int, int], set[int]]] = [((-1, -1), set()), ((-1, -1), set())]
         """Of each slot: the turn and layer that were loaded to it last, and their experts that are there."""
-        super().__init__(path, layout, static, memory, link=Link(), owned=owned)
+        super().__init__(path, layout, static, memory, link=Link(), owned_experts=owned_experts)
         device = self._slots[0].device
         self._tables = {
             key: PageTable(layout.num_experts, PARTS[layout.form], device) for key in self._experts
@@ -87,39 +93,39 @@ class PagedByExpert(StreamedByExpert):
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
         wanted = [int(expert) for expert in experts]
-        key, there = self._loaded[count % 2]
+        key, there = self._loaded_experts[count % 2]
         if key != (count, layer):
             there = set()
-            self._loaded[count % 2] = (count, layer), there
+            self._loaded_experts[count % 2] = (count, layer), there
         there.difference_update(wanted)  # until they have been loaded
         size = super().load_chosen(count, layer, wanted)
         there.update(wanted)
         return size
 
-    def take_place(self, layer: int, out: int, new: int) -> int:
-        for (_, of), there in self._loaded:
+    def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
+        for (_, of), there in self._loaded_experts:
             if of == layer:
-                there -= {out, new}  # `out` gets the places of `new`
-        return super().take_place(layer, out, new)
+                there -= {evicted_expert, new_expert}  # `out` gets the places of `new`
+        return super().replace_expert(layer, evicted_expert, new_expert)
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
         """Those of a layer that are there at its turn `count`. Only the fast processor's thread may ask."""
-        key, there = self._loaded[count % 2]
+        key, there = self._loaded_experts[count % 2]
         held = self.static[layer].union(there if key == (count, layer) else ())
         slot = layer, count % 2
-        return self._tables[slot].show(self._experts[slot], held)
+        return self._tables[slot].select_experts(self._experts[slot], held)
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return memory_of(plan, layout, dense_size(layout), 0)
 
-    def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
+    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
         size, stored = dense_size(layout), self._plan.headers
         reader: Reader = MappedReader(self._plan, layout, self._files)
         if conversion_of(stored, layout) is not None:
             staging = torch.empty(ConvertingReader.sizes(self._plan, layout)[1], dtype=torch.uint8)
             reader = ConvertingReader(self._plan, layout, self._files, staging)
-        return PinningReader(reader, size, self._down), size
+        return PinningReader(reader, size, self._load_link), size
 
 
 class MappedReader:
@@ -142,10 +148,10 @@ class MappedReader:
 class PinningReader:
     """Reads experts to places on a device, by way of pinned memory."""
 
-    def __init__(self, reader: Reader, size: int, down: DeviceLink) -> None:
+    def __init__(self, reader: Reader, size: int, load_link: DeviceLink) -> None:
         """size: bytes of a place. Raises ConfigError if RAM cannot pin the buffers."""
-        self._reader, self._down = reader, down
-        self._buffers = [(pinned_memory((size,), torch.uint8), down.event()) for _ in range(BUFFERS)]
+        self._reader, self._load_link = reader, load_link
+        self._buffers = [(pinned_memory((size,), torch.uint8), load_link.event()) for _ in range(BUFFERS)]
         self._next = 0
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
@@ -154,8 +160,8 @@ class PinningReader:
         self._next = (self._next + 1) % BUFFERS
         copied.synchronize()
         size = self._reader.load(layer, expert, buffer)
-        self._down.send(place, buffer)
-        self._down.record(copied)
+        self._load_link.send(place, buffer)
+        self._load_link.record(copied)
         return size
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:

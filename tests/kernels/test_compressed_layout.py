@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
-from moesaic.kernels.compressed import (
+from moesaic.kernels.compressed_layout import (
     MOST_STRANGE,
     STRANGE,
     WINDOW,

@@ -16,10 +16,10 @@ import torch
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, ExpertLayout
 from moesaic.core.stored import of_matrices, row_bytes
-from moesaic.kernels.compressed import decompress
+from moesaic.kernels.compressed_layout import decompress
 from moesaic.models.columns import transpose
 from moesaic.models.headers import COMPRESSED_ROWS, Headers, Place
-from moesaic.models.pages import aligned
+from moesaic.models.pages import align_size
 from moesaic.models.quantization.scheme import Bytes
 from moesaic.offload.arena import Arena
 from moesaic.offload.arrangement import Arrangement
@@ -28,7 +28,7 @@ from moesaic.offload.weights import DTYPES, Files, Memory, Plan
 
 NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of numbers in files."""
-Stored = Callable[[Place], Bytes]
+ReadBytes = Callable[[Place], Bytes]
 """Returns the bytes of a place, which have been read."""
 
 
@@ -38,7 +38,7 @@ class ConvertingReader:
     def __init__(self, plan: Plan, layout: ExpertLayout, files: Files, staging: torch.Tensor) -> None:
         """staging: [bytes] uint8, which every expert passes through."""
         self._plan, self._layout, self._files, self._staging = plan, layout, files, staging
-        self._convert = CONVERSIONS.get(layout.form, _from_packed)
+        self._convert = CONVERSIONS.get(layout.form, _convert_packed)
 
     @staticmethod
     def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
@@ -63,7 +63,7 @@ class ConvertingReader:
         target = self.tensors(layer, expert, place)
 
         def stored(place: Place) -> Bytes:
-            at = arranged.at[place]
+            at = arranged.memory_offsets[place]
             found: Bytes = memory[at : at + place.size]
             return found
 
@@ -72,71 +72,71 @@ class ConvertingReader:
             _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
 
 
-class StreamedConverted(StreamedByExpert):
+class StreamedConvertedExperts(StreamedByExpert):
     """As StreamedByExpert, of the same arguments."""
 
     _reader: ConvertingReader
 
     def convert_again(self, count: int, layer: int, expert: int) -> None:
         """Converts the expert that was loaded last, at turn `count`, once more."""
-        self._reader.put(layer, expert, self._away[layer][expert][count % 2])
+        self._reader.put(layer, expert, self._streamed_places[layer][expert][count % 2])
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return memory_of(plan, layout, *ConvertingReader.sizes(plan, layout))
 
-    def _made_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
+    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
         return ConvertingReader(self._plan, layout, self._files, self._staging), dense_size(layout)
 
 
-def repeated(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
+def repeat_conversion(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
     """A function that converts the first expert of a layer, whose bytes are in memory, to the same place."""
-    owned = {each: [0] for each in layout.layers}
-    memory = StreamedConverted.memory_for(path, layout, {}, owned)
-    streamed = StreamedConverted(path, layout, {}, Arena(memory.total), owned=owned)
+    owned_experts = {each: [0] for each in layout.layers}
+    memory = StreamedConvertedExperts.memory_for(path, layout, {}, owned_experts)
+    streamed = StreamedConvertedExperts(path, layout, {}, Arena(memory.total), owned_experts=owned_experts)
     streamed.load_chosen(0, layer, [0])
     streamed.close()
     return partial(streamed.convert_again, 0, layer, 0)
 
 
-def _from_columns(
-    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+def _convert_columns(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Transposes the matrices of an expert."""
-    gate_up, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert)[:2])
+    gate_up, down = (_numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert)[:2])
     for into, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down), strict=True):
         transpose(matrix, into)
 
 
-def _from_down_columns(
-    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+def _convert_down_columns(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Copies gate and up, and transposes down."""
-    gate, up, down = (_numbers(headers.find(*part), stored) for part in layout.tensors(layer, expert))
+    gate, up, down = (_numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert))
     target[0].copy_(gate)
     target[1].copy_(up)
     transpose(down, target[2])
 
 
-CONVERSIONS = {COLUMNS: _from_columns, DOWN_COLUMNS: _from_down_columns}
+CONVERSIONS = {COLUMNS: _convert_columns, DOWN_COLUMNS: _convert_down_columns}
 """Form of experts -> their conversion, where that is not from quantised or compressed ones."""
 
 
-def _from_packed(
-    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+def _convert_packed(
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Converts the quantised or compressed matrices of an expert to the type that the kernels read.
 
     Raises CheckpointError for NaN and infinite numbers.
     """
-    read = headers.reader(stored)
+    read = headers.reader(read_bytes)
     try:
         for (name, *shape), into in zip(layout.tensors(layer, expert)[:3], target[:3], strict=True):
-            matrix = headers.quantized(name, *shape)
+            matrix = headers.find_quantized(name, *shape)
             if matrix is None:
-                into.copy_(_numbers(headers.find(name, *shape), stored, shape[-1]))
+                into.copy_(_numbers(headers.find(name, *shape), read_bytes, shape[-1]))
             elif into.dtype is torch.uint8:
-                matrix.packed(read, into.view(torch.uint8).numpy())
+                matrix.pack_rows(read, into.view(torch.uint8).numpy())
             else:
                 into.copy_(torch.from_numpy(matrix.floats(read)))
     except CheckpointError as error:
@@ -144,34 +144,34 @@ def _from_packed(
 
 
 def _put_biases(
-    headers: Headers, layout: ExpertLayout, layer: int, expert: int, stored: Stored, target: Expert
+    headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Takes biases of gate and up apart, which take turns."""
-    inner, down = (_bias(headers, stored, *part) for part in layout.tensors(layer, expert)[-2:])
+    inner, down = (_bias(headers, read_bytes, *part) for part in layout.tensors(layer, expert)[-2:])
     for into, bias in zip(target[3:], (inner[0::2], inner[1::2], down), strict=True):
         into.copy_(bias)
 
 
-def _bias(headers: Headers, stored: Stored, name: str, *shape: int) -> torch.Tensor:
+def _bias(headers: Headers, read_bytes: ReadBytes, name: str, *shape: int) -> torch.Tensor:
     """A vector, which a GGUF file may have in several tensors."""
-    matrix = headers.quantized(name, *shape)
+    matrix = headers.find_quantized(name, *shape)
     if matrix is None:
-        return _numbers(headers.find(name, *shape), stored)
-    return torch.from_numpy(matrix.floats(headers.reader(stored))).view(shape)
+        return _numbers(headers.find(name, *shape), read_bytes)
+    return torch.from_numpy(matrix.floats(headers.reader(read_bytes))).view(shape)
 
 
-def _numbers(place: Place, stored: Stored, columns: int = 0) -> torch.Tensor:
+def _numbers(place: Place, read_bytes: ReadBytes, columns: int = 0) -> torch.Tensor:
     """A tensor that is stored as it is or compressed. columns: of one that may be compressed."""
     if place.dtype == COMPRESSED_ROWS:
-        bits = decompress(stored(place).reshape(place.shape), columns)
+        bits = decompress(read_bytes(place).reshape(place.shape), columns)
         return torch.from_numpy(bits).view(torch.bfloat16)
-    return torch.from_numpy(stored(place)).view(NUMBERS[place.dtype]).view(place.shape)
+    return torch.from_numpy(read_bytes(place)).view(NUMBERS[place.dtype]).view(place.shape)
 
 
 def dense_size(layout: ExpertLayout) -> int:
     """Bytes of the memory of one expert as the kernels read it, in the layer where experts are largest."""
     types = {layout.dtype_of(layer) for layer in layout.layers}
-    return max(sum(map(aligned, layout.bytes_of(dtype))) for dtype in types)
+    return max(sum(map(align_size, layout.bytes_of(dtype))) for dtype in types)
 
 
 def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
@@ -186,5 +186,5 @@ def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expe
     parts, at = [], 0
     for shape, size, kind in zip(shapes, layout.bytes_of(dtype), types, strict=False):
         parts.append(memory[at : at + size].view(kind).view(shape))
-        at += aligned(size)
+        at += align_size(size)
     return tuple(parts)

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models.config import shown
+from moesaic.models.config import shorten
 from moesaic.models.files import INDEX, INDEX_BYTES, SINGLE, read_json
 from moesaic.models.gguf.header import Tensor, is_gguf
 from moesaic.models.gguf.model import Model
@@ -30,7 +30,7 @@ class Slice(Protocol):
     def get_dtype(self) -> str: ...
 
 
-class Opened(Protocol):
+class TensorFile(Protocol):
     """One file."""
 
     def keys(self) -> Iterable[str]: ...
@@ -49,7 +49,7 @@ def shards(path: Path) -> dict[str, Path]:
         for shard in {str(shard) for shard in table.values()}:
             if not shard.isprintable():
                 raise CheckpointError(
-                    f"{path / INDEX}: weight_map: got {shown(shard)}; allowed: names of files"
+                    f"{path / INDEX}: weight_map: got {shorten(shard)}; allowed: names of files"
                 )
         return {str(name): path / Path(str(shard)).name for name, shard in table.items()}
     if (path / SINGLE).is_file():
@@ -63,7 +63,7 @@ def shards(path: Path) -> dict[str, Path]:
     raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
 
 
-def opened(path: Path, file: Path, huge: bool) -> Opened:
+def open_tensor_file(path: Path, file: Path, huge: bool) -> TensorFile:
     """Opens one file of the checkpoint at `path`.
 
     huge: ask for huge pages before any tensor is read.
@@ -71,7 +71,7 @@ def opened(path: Path, file: Path, huge: bool) -> Opened:
     if is_gguf(path):
         found = {name: one.tensor for name, one in Model(path).tensors.items() if one.file == file}
         return GgufFile(file, found, huge)
-    tensors: Opened = _safetensors(file)
+    tensors: TensorFile = _safetensors(file)
     if huge:
         _prefer_huge_pages(tensors, file)
     return tensors
@@ -118,11 +118,11 @@ class _GgufSlice:
         return self.tensor.kind
 
 
-def _as_tensor(mapped: mmap.mmap) -> torch.Tensor:
+def _as_tensor(mapping: mmap.mmap) -> torch.Tensor:
     """The bytes of a mapped file, which nobody may write to. torch has no tensors that say so."""
-    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data
-    array = (ctypes.c_uint8 * len(mapped)).from_address(address)
-    array.__dict__["mapped"] = mapped  # stays mapped as long as a tensor uses it
+    address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+    array = (ctypes.c_uint8 * len(mapping)).from_address(address)
+    array.__dict__["mapped"] = mapping  # stays mapped as long as a tensor uses it
     return torch.frombuffer(array, dtype=torch.uint8)
 
 

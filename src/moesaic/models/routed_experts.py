@@ -22,12 +22,12 @@ from moesaic.models.loader import ExpertNames, Loader
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
     """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
     others."""
-    for name, *shape in names.stored(0):
-        inside = checkpoint.inside(name)
+    for name, *shape in names.list_tensors(0):
+        inside = checkpoint.find_fused_part(name)
         if inside is not None:
-            checkpoint.claim(inside.tensor, *inside.whole(names.num_experts, *shape))
+            checkpoint.claim(inside.tensor, *inside.tensor_shape(names.num_experts, *shape))
     for expert in range(names.num_experts):
-        for name, *shape in names.stored(expert):
+        for name, *shape in names.list_tensors(expert):
             checkpoint.claim(name, *shape)
 
 
@@ -47,16 +47,18 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
     load = FORMS[names.form]
     held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
-    return ExpertWeights.of_held(names.num_experts, held, PARTS[names.form], names.activation, packed)
+    return ExpertWeights.from_resident(names.num_experts, held, PARTS[names.form], names.activation, packed)
 
 
-def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, wanted: Iterable[int], kind: str) -> None:
+def _refuse_other_types(
+    checkpoint: Checkpoint, names: ExpertNames, expert_ids: Iterable[int], kind: str
+) -> None:
     """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
     inner, down = of_matrices(kind)
-    for expert in wanted:
-        *inners, last = (one for one in names.stored(expert) if len(one) == 3)
+    for expert in expert_ids:
+        *inners, last = (one for one in names.list_tensors(expert) if len(one) == 3)
         for matrix, allowed in [*((one, inner) for one in inners), (last, down)]:
-            quantized = checkpoint.quantized(*matrix)
+            quantized = checkpoint.find_quantized(*matrix)
             found = None if quantized is None else quantized.dtype
             if found != (allowed if allowed in QUANTIZED else None):
                 found = found or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
@@ -76,21 +78,25 @@ def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Ten
 
 def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases."""
-    gate_up, down = names.stored(expert)[:2]
+    gate_up, down = names.list_tensors(expert)[:2]
     gates, ups = _turns(loader, names)
     return (
-        loader.transposed(gate_up, slice(None), gates),
-        loader.transposed(gate_up, slice(None), ups),
-        loader.transposed(down, loader.of_expert.part(names.width)),
+        loader.transpose_matrix(gate_up, slice(None), gates),
+        loader.transpose_matrix(gate_up, slice(None), ups),
+        loader.transpose_matrix(down, loader.of_expert.part(names.width)),
         *_biases(loader, names, expert),
     )
 
 
 def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in DOWN_COLUMNS."""
-    gate, up, down = names.stored(expert)
+    gate, up, down = names.list_tensors(expert)
     kept = loader.of_expert.part(names.width)
-    return loader.plain(gate, kept), loader.plain(up, kept), loader.transposed(down, kept)
+    return (
+        loader.expert_matrix(gate, kept),
+        loader.expert_matrix(up, kept),
+        loader.transpose_matrix(down, kept),
+    )
 
 
 def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
@@ -111,7 +117,7 @@ def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tens
     The down bias is that of the first of the ranks that share the expert, and zeros on the others, so that it
     counts once.
     """
-    inner, last = map(loader.vector, names.biases(expert))
+    inner, last = map(loader.expert_vector, names.biases(expert))
     gates, ups = _turns(loader, names)
     down = last if loader.of_expert.rank == 0 else torch.zeros_like(last)
     return inner[gates].contiguous(), inner[ups].contiguous(), down
@@ -127,7 +133,7 @@ FORMS = {
 
 def refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, ExpertNames]) -> None:
     """Raises ConfigError for kernels of `table.INTEGER` where no layer has experts in integers."""
-    if not loader.kernels.integer:
+    if not loader.kernels.is_integer:
         return
     found = {loader.expert_type(each) for each in names.values()}
     if not any(map(is_integer, found)):

@@ -13,7 +13,7 @@ from tests.offload.test_weights import EXPERTS, LAYERS, Case, save, turns
 from tests.support.gpu_sanitizer import sanitized
 
 from moesaic.offload.device import DeviceLink, DeviceMemory
-from moesaic.offload.paged import PagedByExpert
+from moesaic.offload.paged_experts import PagedExperts
 
 
 @pytest.fixture(scope="module", params=["one", "shards"])
@@ -28,21 +28,21 @@ def gpu() -> Iterator[None]:
         yield
 
 
-def made(case: Case, stay: list[int]) -> PagedByExpert:
+def made(case: Case, stay: list[int]) -> PagedExperts:
     down, memory = DeviceLink(THERE), DeviceMemory(THERE)
-    paged = PagedByExpert(case.path, case.layout, dict.fromkeys(LAYERS, stay), memory, down)
+    paged = PagedExperts(case.path, case.layout, dict.fromkeys(LAYERS, stay), memory, down)
     assert paged.load_static() > 0 or not stay
     return paged
 
 
-def there(case: Case, paged: PagedByExpert, count: int, layer: int, wanted: Iterable[int]) -> bool:
+def there(case: Case, paged: PagedExperts, count: int, layer: int, wanted: Iterable[int]) -> bool:
     """Whether these experts and no others are there, for kernels and in the table on the device."""
     DeviceLink(THERE).finish()
     weights = paged.experts(count, layer)
-    assert weights.on_device is weights.pages
+    assert weights.on_device is weights.page_table
     table = weights.on_device.addresses.cpu().tolist()
     wanted = sorted(wanted)
-    held = list(weights.held) == wanted and same(case, layer, weights, wanted)
+    held = list(weights.resident_ids) == wanted and same(case, layer, weights, wanted)
     return held and table == weights.addresses
 
 
@@ -65,7 +65,7 @@ def test_what_is_there_follows_every_load(case: Case) -> None:
         paged.load_chosen(count, layer, [first, new])
         assert there(case, paged, count, layer, [*paged.static[layer], first, new])
         out = rng.choice(sorted(paged.static[layer]))
-        assert paged.take_place(layer, out, new) > 0
+        assert paged.replace_expert(layer, out, new) > 0
         assert there(case, paged, count, layer, [*paged.static[layer], first]) and new in paged.static[layer]
         paged.load_chosen(count, layer, [out, second])
         assert there(case, paged, count, layer, [*paged.static[layer], first, second, out])
@@ -75,4 +75,4 @@ def test_an_unchanged_table_is_not_written_again(case: Case) -> None:
     paged = made(case, [2])
     assert paged.experts(0, 0) is paged.experts(0, 0)
     paged.load_chosen(0, 0, [3])
-    assert paged.experts(0, 0).held == (2, 3) and paged.experts(2, 0).held == (2,)
+    assert paged.experts(0, 0).resident_ids == (2, 3) and paged.experts(2, 0).resident_ids == (2,)
