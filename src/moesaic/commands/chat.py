@@ -197,4 +197,5 @@ def _edit_lines() -> None:
         import readline
     except ImportError:
         return
+    # Otherwise each line of a pasted text would be a message of its own.
     readline.parse_and_bind("set enable-bracketed-paste on")

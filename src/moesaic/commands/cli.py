@@ -310,6 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings_line = settings.line()
         if settings_line is not None:
             _say(settings_line)
+        # A closed pipe or a full disk shows at the flush, and not only when the interpreter exits.
         code = int(command(*bound.args, **bound.kwargs) or 0)
         sys.stdout.flush()
         return code

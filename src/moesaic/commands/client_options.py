@@ -48,6 +48,7 @@ class Chat:
         if self.max_tokens is not None:
             at_least("--max-tokens", self.max_tokens, 1)
         check_threads(self.threads)
+        # Without http:// an address would be taken for the name of a model.
         if _HOST_PORT.fullmatch(self.target):
             suggestion = f"a model, or a URL such as http://{self.target}"
             raise ConfigError.field("--target", self.target, suggestion)

@@ -256,16 +256,16 @@ def _judge(
     plain_type = stored_type if stored_type in NUMBER_BYTES else COMPRESSED
     model = _in_memory(sizes, loads(stored_type), target, command.source)
     fits = []
-    for one in outlook.list_formats(sizes, plain_type, stored_type):
-        loaded_type = loads(one.name)
-        exact = one.name == stored_type == loaded_type and model.conversion is not None
-        one = outlook.format_of(model, one.name) if exact else one
+    for candidate in outlook.list_formats(sizes, plain_type, stored_type):
+        loaded_type = loads(candidate.name)
+        exact = candidate.name == stored_type == loaded_type and model.conversion is not None
+        candidate = outlook.format_of(model, candidate.name) if exact else candidate
         sizes_in_memory = model if exact else in_format(sizes, loaded_type, gpu=False)
-        fits.append(outlook.fit(sizes_in_memory, one, loaded_type, memory, context))
+        fits.append(outlook.fit(sizes_in_memory, candidate, loaded_type, memory, context))
     report = replace(report, machine=target.name, memory=target.memory, fits=fits)
     if report.problems:
         return report
-    own_fit = next(one for one in fits if one.format.name == stored_type)
+    own_fit = next(candidate for candidate in fits if candidate.format.name == stored_type)
     report = replace(report, assumptions=[] if target.hardware is None else assumed(model, target.hardware))
     if report.storage.download is not None and report.storage.download > disk:
         return replace(report, disk=disk)

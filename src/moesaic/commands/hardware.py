@@ -92,7 +92,7 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
             )
         )
     except (OSError, ValueError, MoesaicError):
-        return effort
+        return effort  # without a model, products of the usual sizes are measured
     packed_type = COMPRESSED if model.compressed else model.quantized
     packed_type = packed_type if packed_type is not None and is_packed(packed_type) else None
     sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed_type)

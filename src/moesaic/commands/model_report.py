@@ -96,10 +96,10 @@ class ModelReport:
             "stored": asdict(self.storage),
             "machine": self.machine,
             "memory": self.memory,
-            "formats": [_fit_json(one) for one in self.fits],
+            "formats": [_fit_json(item) for item in self.fits],
             "command": self.command,
-            "speeds": [asdict(one) for one in self.speeds],
-            "drafts": [asdict(one) for one in self.drafts],
+            "speeds": [asdict(item) for item in self.speeds],
+            "drafts": [asdict(item) for item in self.drafts],
             "drafts_priced_by": self.drafts_by,
             "streamed": plan
             and {"fast_memory": plan.fast_memory, "tokens_per_second": plan.price.throughput},

@@ -70,6 +70,7 @@ def _phase(worker_plan: WorkerPlan, name: str, passes: Sequence[PassStats]) -> P
         sum(stats.loaded for stats in passes),
         sum(stats.busy.get("down", 0.0) for stats in passes),
     )
+    # The link of a GPU also carries rows and cache, so that its busy time is not that of weights alone.
     link = loaded_bytes / busy if loaded_bytes and busy and _is_over_disk(worker_plan) else None
     return PhaseReport(
         name,
@@ -170,5 +171,5 @@ def describe_result(phases: Sequence[PhaseReport], seconds: float, ranks: int = 
     rank_note = f"\nfigures of the first of {ranks} ranks; each reads its own experts" if ranks > 1 else ""
     rows = sum(phase.padding_rows for phase in phases)
     padding = f"\npadding: {rows} rows in addition to the tokens" if rows else ""
-    outside = f"\noutside passes (sampling, text, the API): {other_seconds:.2f} s"
-    return f"{in_text(table)}{link}{padding}{rank_note}{outside}"
+    outside_text = f"\noutside passes (sampling, text, the API): {other_seconds:.2f} s"
+    return f"{in_text(table)}{link}{padding}{rank_note}{outside_text}"

@@ -94,6 +94,7 @@ def bars(title: str, x_label: str, y_label: str, series: Sequence[Line], caption
         for x, y in line.points:
             begin = numbers.index(x) * room + 0.1 * room + number * thick
             left, high = place_point(begin, y).split(",")
+            # A bar keeps half a pixel, since a thinner one would not be seen.
             tall = TOP + TALL - float(high)
             place = f'x="{left}" y="{high}" width="{max(0.5, thick - 1):.1f}" height="{tall:.1f}"'
             parts.append(f'<rect class="bar b{number % len(LIGHT)}" {place}/>')

@@ -218,6 +218,7 @@ def _times(report: Report) -> Table:
     layers, price = report.model.layers, report.price
     for name in price.step.busy:
         prefill, step = (_milliseconds(phase.busy, name, layers) for phase in (price.prefill, price.step))
+        # A resource that is idle in both phases says nothing of the plan.
         if prefill != "0.0" or step != "0.0":
             table.add_row(name, prefill, step)
     layer_times = [f"{1000 * phase.seconds / layers:.1f}" for phase in (price.prefill, price.step)]

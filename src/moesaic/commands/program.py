@@ -19,7 +19,7 @@ def program() -> str:
         shell_program is not None and Path(shell_program).resolve() == own_program.resolve()
     ):
         return NAME
-    directory = Path.cwd()
+    directory = Path.cwd()  # a relative path is shorter to type
     if own_program.parent == directory:
         return f"./{NAME}"
     return str(own_program.relative_to(directory) if own_program.is_relative_to(directory) else own_program)

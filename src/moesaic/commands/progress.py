@@ -52,6 +52,7 @@ def _log(console: Console, clock: Callable[[], float], unit: str) -> Show:
         nonlocal last
         now = clock()
         start = starts.setdefault(name, now)
+        # Without a total, or before the first unit, there is no rate and no time left.
         if total and units_done and now - last >= LOG_SECONDS:
             last = now
             left = (total - units_done) * (now - start) / units_done

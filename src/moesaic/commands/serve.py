@@ -274,8 +274,9 @@ def _access(
     from moesaic.server.elastic import admin_paths  # slow imports
     from moesaic.server.guard import Access
 
-    needs_admin_key = server.api_key is None and not is_loopback(host)
-    paths = admin_paths(needs_admin_key) if launched_engine.supervisor else frozenset()
+    # Without an API key anybody who reaches the port may call the server, but its status tells too much.
+    protect_status = server.api_key is None and not is_loopback(host)
+    paths = admin_paths(protect_status) if launched_engine.supervisor else frozenset()
     return Access(server.api_key, admin_key, paths, Hosts.from_listener(server.host, host, server.more_hosts))
 
 

@@ -123,6 +123,7 @@ def _device(figures: Figures, names: list[str]) -> tuple[str, str, str, str]:
         for process in processes.get(kind, ["attention worker", "expert server"]):
             for cause, share in figures.idle.get(f"{process} {number}", {}).items():
                 causes[cause] = causes.get(cause, 0.0) + share / count
+    # Shares below 0.05 % are left out at the end, since they would be printed as 0.0 %.
     sent_bytes = sum(sum(figures.link_bytes[name].values()) for name in names) / count
     return (
         f"{sum(figures.utilisation[name] for name in names) / count:.1%}",

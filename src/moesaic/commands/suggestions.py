@@ -37,6 +37,7 @@ def suggest(flag: str, command: Sequence[str], app: App) -> str:
     name = flag.partition("=")[0]
     own_flags = flags.get(tuple(command), frozenset())
     known_flags = own_flags.union(FOREIGN_FLAGS, *flags.values())
+    # A flag of this command is the likelier one to have been meant.
     similar_flags = difflib.get_close_matches(
         name, sorted(own_flags), 1, SIMILARITY
     ) or difflib.get_close_matches(name, sorted(known_flags), 1, SIMILARITY)

@@ -67,6 +67,7 @@ async def _views(client: Client, options: Top) -> AsyncIterator[View | str]:
         except ConnectionLost as error:
             if options.once:
                 raise
+            # A server that was started anew counts from zero.
             previous = None
             yield f"{error}; trying again every {options.interval:g} s"
             continue
@@ -80,6 +81,7 @@ async def _sample(client: Client) -> Sample:
     text = metrics.require_success()
     if not isinstance(text, str):
         raise ApiError(metrics.status, f"{client.base_url}/metrics: no metrics in Prometheus' text format")
+    # A wrong key is an error. Any other failure means that the server has no status to show.
     if status.status in (401, 403):
         status.require_success()
     cluster_status = status.body if status.status == 200 and isinstance(status.body, dict) else None

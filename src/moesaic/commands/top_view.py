@@ -181,29 +181,42 @@ def _processes(
     """The processes of `status`, with the work of each server since `previous_processes`."""
     current_processes: Sequence[Mapping[str, Any]] = status.get("processes", ())
     hosts = {name: host["name"] for host in status.get("hosts", ()) for name in host["processes"]}
-    previous_stats = {(one["name"], one["incarnation"]): one["stats"] for one in previous_processes}
+    previous_stats = {
+        (process_status["name"], process_status["incarnation"]): process_status["stats"]
+        for process_status in previous_processes
+    }
 
     def work_done(process: Mapping[str, Any], counter: str) -> float:
-        """`counter` of a server since `before`. A new process has none before."""
+        """The increase of a counter of a server. A new process has counted nothing before."""
         stats = previous_stats.get((process["name"], process["incarnation"]), {})
         return max(0.0, float(process["stats"][counter]) - float(stats.get(counter, 0)))
 
-    servers = [one for one in current_processes if one["role"] == "expert server"]
-    pairs = sum(work_done(one, "pairs") for one in servers)
+    servers = [
+        process_status for process_status in current_processes if process_status["role"] == "expert server"
+    ]
+    pairs = sum(work_done(process_status, "pairs") for process_status in servers)
     views = []
-    for one in current_processes:
+    for process_status in current_processes:
         server_fields: dict[str, Any] = {}
-        if one in servers:
+        if process_status in servers:
             server_fields = {
-                "experts": one["experts"],
-                "pairs_per_second": work_done(one, "pairs") / seconds,
-                "load": _divide(work_done(one, "pairs"), pairs),
-                "busy": min(1.0, work_done(one, "busy_seconds") / seconds),
-                "waiting_pairs": one["stats"]["waiting_pairs"],
+                "experts": process_status["experts"],
+                "pairs_per_second": work_done(process_status, "pairs") / seconds,
+                "load": _divide(work_done(process_status, "pairs"), pairs),
+                "busy": min(1.0, work_done(process_status, "busy_seconds") / seconds),
+                "waiting_pairs": process_status["stats"]["waiting_pairs"],
             }
-        common = (one["name"], one["pid"], one["stage"], one["deaths"], one["silent_seconds"])
-        server_fields |= {name: one[name] for name in ("suspected", "waiting") if name in one}
-        server_fields["host"] = hosts.get(one["name"], one.get("host", ""))
+        common = (
+            process_status["name"],
+            process_status["pid"],
+            process_status["stage"],
+            process_status["deaths"],
+            process_status["silent_seconds"],
+        )
+        server_fields |= {
+            name: process_status[name] for name in ("suspected", "waiting") if name in process_status
+        }
+        server_fields["host"] = hosts.get(process_status["name"], process_status.get("host", ""))
         views.append(ProcessView(*common, **server_fields))
     return views
 

@@ -101,14 +101,15 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 def _nest(spans: list[tuple[str, int, int, dict[str, Any]]], start: int) -> list[Span]:
     """Spans by their begin, each with its depth. Of spans that begin together, the outer one is first."""
-    nested: list[Span] = []
+    result: list[Span] = []
     ends: list[int] = []
     for name, begin, length, arguments in sorted(spans, key=lambda span: span[1]):
+        # Spans that have ended by now are not around this one.
         while ends and ends[-1] <= begin:
             ends.pop()
-        nested.append(Span(name, round(begin - start), round(length), len(ends), arguments))
+        result.append(Span(name, round(begin - start), round(length), len(ends), arguments))
         ends.append(begin + length)
-    return nested
+    return result
 
 
 def sums(row: Row) -> dict[str, int]:

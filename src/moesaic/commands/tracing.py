@@ -20,6 +20,7 @@ def announce_trace(
     Prints nothing if no trace was wanted, or if none was written since the run failed at its start.
     message: the message, with {} in place of the file.
     """
+    # The file of an earlier run must not be announced as that of this one.
     state_before = _state(trace)
     try:
         yield

@@ -25,7 +25,7 @@ from moesaic.models import registry
 LOG = logging.getLogger(__name__)
 
 Check = Callable[[OpenCall, IntArray], str | None]
-"""Of rows [p] of a call's answer: what the server did wrong, in words. None: nothing."""
+"""What the server did wrong in these rows [p] of a call's answer, in words, or None when nothing is wrong."""
 
 
 class WrongAnswer(Exception):
@@ -40,7 +40,7 @@ class AnswerCheck:
         self._finite = finite
 
     def __call__(self, call: OpenCall, indices: IntArray) -> str | None:
-        """See `Check`.
+        """What the server did wrong in these rows of its answer, or None.
 
         At most one server is blamed for a submission, so that one request cannot take down all servers.
         """

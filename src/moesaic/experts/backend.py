@@ -13,7 +13,7 @@ from moesaic.core.tokens import IntArray
 class CallPairs:
     """Pairs of one call.
 
-    The arrays are views, for example of memory shared with the client, and are not copied. Of a call whose
+    The arrays are views, for example of memory shared with the client, and are not copied. In a call whose
     rows stay on GPUs, `hidden` and `results` are tensors on the backend's GPU.
     """
 

@@ -204,6 +204,7 @@ class DirectExperts:
         self._num_submitted += 1
         target = self._answer_memory(request.hidden, request.expert_ids)
         rows = self._kernels.experts(self._weights[request.layer], request.hidden, request.expert_ids, target)
+        # Only the last answer is kept: a direct call is answered before the next request comes.
         self._answer = (handle, rows)
         return handle
 

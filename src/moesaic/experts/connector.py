@@ -52,6 +52,7 @@ class Connecting(Generic[ConnectionT]):
         """Connect to a server. An earlier attempt for the same id ends."""
         self.stop(entry.server)
         stop_event = self._stop_events[entry.server] = threading.Event()
+        # A daemon thread: a server that does not answer must not keep the process alive.
         arguments = (entry, secret, stop_event)
         threading.Thread(target=self._connect, args=arguments, name="connecting", daemon=True).start()
 
@@ -76,9 +77,11 @@ class Connecting(Generic[ConnectionT]):
                 connection = self._dial(address, secret)
             except (MoesaicError, OSError) as error:
                 LOG.debug("expert server %d at %s: %s", entry.server, address, error)
+                # Not time.sleep: `stop` ends this wait at once.
                 stop_event.wait(RETRY_SECONDS)
                 continue
             with self._stopping:
+                # Decided under the lock: once `stop` has returned, no connection is added.
                 is_wanted = not stop_event.is_set()
                 if is_wanted:
                     self._connections.append((entry, connection))

@@ -28,14 +28,14 @@ class KeptExperts:
         """Backends that were made, each of which loads its experts."""
         self.membership = JobMembership()
         """Of this process in a job of GPUs."""
-        self._kept: BackendAndStats | None = None
+        self._kept_backend: BackendAndStats | None = None
         self._settings: object = None
         """The settings and files that `_loaded` depends on."""
 
     @property
     def resident_experts(self) -> dict[int, list[int]]:
         """Layer -> the experts that are in memory."""
-        return {} if self._kept is None else self._kept[0].resident_experts
+        return {} if self._kept_backend is None else self._kept_backend[0].resident_experts
 
     def get(
         self, config: ExpertServerConfig, stamp: str, make: Callable[[ExpertServerConfig], BackendAndStats]
@@ -48,11 +48,11 @@ class KeptExperts:
             *(config.model, config.layout, config.kernels, config.mmap, config.fast_memory),
             *(config.device, config.threads, stamp),
         )
-        if self._kept is not None and self._settings == settings:
+        if self._kept_backend is not None and self._settings == settings:
             LOG.info("the experts that were loaded before are still there")
-            return self._kept
-        self._kept = None
+            return self._kept_backend
+        self._kept_backend = None
         gc.collect()  # errors may still refer to the work with the last supervisor
         self._settings, self.num_loads = settings, self.num_loads + 1
-        self._kept = make(config)
-        return self._kept
+        self._kept_backend = make(config)
+        return self._kept_backend

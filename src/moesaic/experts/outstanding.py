@@ -25,6 +25,7 @@ def every_pair(pairs: int, top_k: int) -> tuple[IntArray, IntArray]:
     """All pairs of a submission [p], and the row of each. The arrays are cached and read-only."""
     pairs_array = np.arange(pairs)
     rows: IntArray = pairs_array // top_k
+    # All callers share the cached arrays, so nobody may write into them.
     pairs_array.flags.writeable = rows.flags.writeable = False
     return pairs_array, rows
 
@@ -81,6 +82,7 @@ class Submission:
 
     def move(self, memory: AnswerMemory) -> bool:
         """Copy an answer out of its call's memory, which others need. Returns False if it is not there."""
+        # Without `give_back` the call is not complete, and its server may still write into its memory.
         if self.answer_call is None or self.answer is None or self.give_back is None:
             return False
         answer, give_back, self.answer, self.answer_call = self.answer, self.give_back, None, None
@@ -175,7 +177,7 @@ class OpenCall:
         return None
 
     def _select_nonfinite(self, indices: IntArray) -> IntArray:
-        """Those of these rows of the answer that have NaN or infinities.
+        """The rows among `indices` of the answer that have NaN or infinities.
 
         Where rows stay on GPUs the server says it of each row, so that the host need not wait for its own.
         """
@@ -184,6 +186,7 @@ class OpenCall:
             nonfinite: IntArray = indices[flags[indices] == 0]
             return nonfinite
         answer = np.frombuffer(self.call.answer, dtype=np.float32).reshape(-1, self._width)
+        # All rows of an answer are checked in place, without a copy.
         rows = answer[indices] if len(indices) < len(answer) else answer
         if np.isfinite(rows).all():
             return indices[:0]
@@ -329,7 +332,7 @@ class ServerConnection:
     entry: ServerEntry
     caller: Caller
     calls: dict[int, OpenCall] = field(default_factory=dict)
-    """By the number of the call."""
+    """The calls without a complete answer, by their numbers."""
     relayed_calls: dict[int, RelayedCall] = field(default_factory=dict)
     """Calls whose parts this server passes on, by their numbers. Each part is among `calls` of its server."""
     barrier_calls: set[int] = field(default_factory=set)
@@ -421,6 +424,7 @@ class HostAnswers:
         numbers = rows * width
         fitting = next((memory for memory in self._free if len(memory) >= numbers), None)
         if fitting is None:
+            # Blocks that are too small go, so that memory does not grow with each new size of an answer.
             self._free.clear()
             fitting = np.empty(numbers, dtype=np.float32)
         else:
@@ -432,7 +436,7 @@ class HostAnswers:
         self._free.append(memory)
 
     def answer(self, call: Call, width: int) -> FloatRows:
-        """See `AnswerMemory`."""
+        """[rows, width] the answer of a call as an array, without a copy."""
         return np.frombuffer(call.answer, dtype=np.float32).reshape(-1, width)
 
     def clear(self, target: FloatRows, target_rows: IntArray) -> None:

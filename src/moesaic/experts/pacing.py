@@ -49,7 +49,7 @@ class Pace:
 
     @property
     def stats(self) -> PaceStats:
-        """What was held so far."""
+        """How many runs were held, and how many of them were late."""
         return PaceStats(self._runs, self._late)
 
     @property
@@ -75,11 +75,13 @@ class Pace:
     def schedule(self, due: float, action: Callable[[], None]) -> None:
         """Do this once the clock shows `due`, in the order of times."""
         with self._condition:
+            # The number decides between equal times, since actions cannot be compared.
             heapq.heappush(self._due, (due, next(self._numbers), action))
             self._condition.notify()
 
     def act(self) -> None:
         """Do everything that is due."""
+        # Only this thread adds and removes actions, so it may look at the first one without the lock.
         while self._due and self._due[0][0] <= self._clock():
             with self._condition:
                 _, _, action = heapq.heappop(self._due)
@@ -106,12 +108,12 @@ class Pacing:
 
     @classmethod
     def from_devices(cls, devices: PacedDevices, ring: Callable[[], None]) -> Pacing:
-        """ring: see `Pace`."""
+        """Make the pace of a process. ring: called from another thread when an action is due."""
         return cls(devices, Pace(devices.dilation, ring))
 
     @property
     def stats(self) -> PaceStats:
-        """What was held so far."""
+        """How many runs were held, and how many of them were late."""
         return self.pace.stats
 
     def caller(self, caller: Caller) -> Caller:
@@ -140,15 +142,15 @@ class PacedBackend:
         return self.backend.resident_experts
 
     def load(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
-        """See `ExpertBackend`."""
+        """Load these experts too, in the time that it takes."""
         self.backend.load(experts_by_layer)
 
     def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
-        """See `ExpertBackend`."""
+        """Drop all other experts."""
         self.backend.keep_only(experts_by_layer)
 
     def run(self, layer: int, parts: Sequence[CallPairs]) -> None:
-        """See `ExpertBackend`."""
+        """Compute the pairs, then wait until the modelled device would have finished."""
         began = self.pace.now
         self.backend.run(layer, parts)
         experts = {expert for part in parts for expert in part.experts.tolist()}
@@ -173,11 +175,11 @@ class PacedCaller:
     """Numbers of the calls that have not left yet."""
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
-        """See `Caller`."""
+        """Allocate memory for a call, as the connection inside does."""
         return self.caller.open(request_bytes, rows, row_bytes)
 
     def post(self, call: Call) -> None:
-        """See `Caller`."""
+        """Send the request once the modelled link has carried it."""
         size = len(call.request) + call.rows * call.row_bytes
         self._link_free_at = max(self._link_free_at, self.pace.now) + self.pace.dilate(
             size / self.link.bandwidth
@@ -188,17 +190,17 @@ class PacedCaller:
         )
 
     def poll(self) -> list[tuple[Call, IntArray]]:
-        """See `Caller`."""
+        """Send the requests that are due, and return the rows that came in."""
         self.pace.act()
         return self.caller.poll()
 
     def release(self, call: Call) -> None:
-        """See `Caller`."""
+        """End the call, also before its request was sent."""
         self._delayed_calls.discard(call.number)
         self.caller.release(call)
 
     def fileno(self) -> int:
-        """See `End`."""
+        """The descriptor of the connection inside."""
         return self.caller.fileno()
 
     @property
@@ -206,19 +208,19 @@ class PacedCaller:
         return self.caller.events
 
     def ready(self) -> bool:
-        """See `End`."""
+        """Whether the connection inside has news."""
         return self.caller.ready()
 
     def arm(self) -> bool:
-        """See `End`."""
+        """Ask the server for a wakeup. Returns whether there is news already."""
         return self.caller.arm()
 
     def disarm(self) -> None:
-        """See `End`."""
+        """Stop asking the server for a wakeup."""
         self.caller.disarm()
 
     def close(self) -> None:
-        """See `End`."""
+        """Drop the requests that were not sent, and close the connection."""
         self._delayed_calls.clear()
         self.caller.close()
 

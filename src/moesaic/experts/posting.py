@@ -85,7 +85,9 @@ def _open(caller: Caller, shape: tuple[int, int, int], read: RowPlace | None) ->
     """A call, on the device where it reads rows from there. shape: arguments of `Caller.open`."""
     if read is None:
         return caller.open(*shape)
-    return cast(MemoryCaller, caller).open_on_device(*shape, read)  # `WorkerMemory.connected` has made it one
+    return cast(MemoryCaller, caller).open_on_device(
+        *shape, read
+    )  # `WorkerMemory.wrap_caller` has made it one
 
 
 class Sender:
@@ -130,6 +132,7 @@ class Sender:
             calls = self._connections[server].calls.values()
             has_call = any(call.submission is submission for call in calls)
             if not has_call and self._post(server, submission, NO_PAIRS):
+                # Empty calls count as missing, so that the request ends after every server has answered.
                 submission.num_missing, submission.has_empty_calls = submission.num_missing + 1, True
 
     def retry(self) -> None:

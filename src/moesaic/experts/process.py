@@ -248,8 +248,8 @@ class _ExpertLoader:
         digests: DigestQueue | None,
         job: JoinedJob | None = None,
     ) -> None:
-        """stamp: of the checkpoint's files. digests: None for a server that was started by the supervisor.
-        job: one that this process may join."""
+        """stamp: identifies the checkpoint's files. digests: None for a server that was started by the
+        supervisor. job: one that this process may join."""
         self._supervisor = supervisor
         self._backend = backend
         self._endpoint = endpoint

@@ -86,6 +86,7 @@ class RelayedRequest:
         rows = np.arange(len(self._answer))
         if not self._is_sum:
             rows = rows[part.first : part.first + len(part.answer)]
+        # A row is published once. What came in before the neighbour was lost counts.
         rows = rows[self._unpublished_rows[rows]]
         self._answer.view(np.uint32)[rows] = wire.NOT_COMPUTED
         self._publish(rows)
@@ -127,7 +128,7 @@ class _Neighbour:
     greeting: Call | None = None
     """Until it is answered nothing is passed on: the neighbour might take this relay for a client."""
     calls: dict[int, PartOfRequest] = field(default_factory=dict)
-    """By the number of the call."""
+    """The parts that this neighbour has not answered, by the number of the call."""
 
 
 class Relay:
@@ -219,6 +220,7 @@ class Relay:
 
     def _join(self, entry: ServerEntry, caller: Caller) -> None:
         self._dialling_servers.discard(entry.server)
+        # The server may have been replaced while the connection was made.
         if self._entries.get(entry.server) != entry or entry.server in self._neighbours:
             caller.close()
             return

@@ -74,7 +74,11 @@ class RemoteExperts:
     routes: RouteObserver | None = None
     """Who wants to know which server answers for which pair."""
     report_other_calls: Callable[[], None] = staticmethod(lambda: None)
-    """Tells `Replicas` what servers were asked and have answered in other ways."""
+    """Reports to `Replicas` the calls that other clients of the same worker sent, and their answers.
+
+    It is called just before deadlines are checked. Calls of graphs do not go through this object, and a
+    server that answers those is not late.
+    """
 
     def __init__(
         self,
@@ -111,9 +115,9 @@ class RemoteExperts:
         self._entries: dict[int, ServerEntry] = {}
         """The servers of the directory."""
         self._connections: dict[int, ServerConnection] = {}
-        """By server. A server that left the directory is in here until it has answered its calls."""
+        """Server -> its connection. One that left the directory stays until it has answered."""
         self._submissions: dict[int, Submission] = {}
-        """By the number of the handle."""
+        """The requests that were not released, by the number of the handle."""
         self._num_submitted = 0
         self.memory: WorkerMemory = HostWorkerMemory(put) if memory is None else memory
         self._answers, self._check = self.memory.answers, check
@@ -233,6 +237,7 @@ class RemoteExperts:
         limits = [max(0.001, one - began) for one in deadlines] + ([] if timeout is None else [timeout])
         callers = [connection.caller for connection in self._connections.values()]
         news = wait(callers, (wakeup, self._wakeup.fileno()), min(limits, default=None), SPIN)
+        # A worker without requests waits for clients. That is no waiting for experts.
         if not self._barrier_client.is_idle:
             self._waiting_seconds += self._clock() - began
         self._observer.on_wait(began)
@@ -252,7 +257,7 @@ class RemoteExperts:
         return has_passed
 
     def stats(self) -> ExpertStats:
-        """What was counted so far."""
+        """What this client has counted since it started."""
         return self._counts.stats(self._waiting_seconds, self._replicas.stats)
 
     def close(self) -> None:

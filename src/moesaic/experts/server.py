@@ -159,7 +159,7 @@ class ExpertServer:
             self._forget(client)
 
     def _take(self, client: int, end: Answerer, incoming: Incoming) -> None:
-        request = self._parsed(client, incoming)
+        request = self._parse_request(client, incoming)
         if request.greeting:
             self._greet(client, incoming)
             return
@@ -168,7 +168,7 @@ class ExpertServer:
             answer = self._host_memory.answer(incoming, request)
             answering = part = self._relay.take(incoming, request, answer)
             request = part.request
-            memory: CallMemory = HostCallMemory.of(request, part.answer)
+            memory: CallMemory = HostCallMemory.create(request, part.answer)
         else:
             memory = self._memory.open(incoming, request)
         number, self._next_call = self._next_call, self._next_call + 1
@@ -179,7 +179,7 @@ class ExpertServer:
         else:
             self._arrive(client, number, request)
 
-    def _parsed(self, client: int, incoming: Incoming) -> wire.Request:
+    def _parse_request(self, client: int, incoming: Incoming) -> wire.Request:
         """The request of a call. Raises DamagedMessage for one that this client must not send."""
         request = self._memory.parse(incoming, self._num_layers, self._layout.num_experts)
         known = request.layer in self._index or request.work is not None or request.greeting

@@ -52,7 +52,7 @@ class ServerMemory(Protocol):
         """The memory of a call that has no parts and an answer of the right size."""
         ...
 
-    def finish(self, computed: Sequence[tuple[CallMemory, IntArray]]) -> None:
+    def finish(self, computed_pairs: Sequence[tuple[CallMemory, IntArray]]) -> None:
         """The backend has computed these pairs of these calls. They are published after this."""
         ...
 
@@ -67,7 +67,7 @@ class HostCallMemory:
     """[p, h] the answer itself, or the rows that are summed into it."""
 
     @classmethod
-    def of(cls, request: wire.Request, answer: FloatRows) -> HostCallMemory:
+    def create(cls, request: wire.Request, answer: FloatRows) -> HostCallMemory:
         """The memory of a call whose answer is this array."""
         whole = request.weights is None
         shape = len(request.experts), answer.shape[1]
@@ -101,7 +101,7 @@ class HostMemory:
 
     def open(self, incoming: Incoming, request: wire.Request) -> HostCallMemory:
         """See `ServerMemory`."""
-        return HostCallMemory.of(request, self.answer(incoming, request))
+        return HostCallMemory.create(request, self.answer(incoming, request))
 
     def answer(self, incoming: Incoming, request: wire.Request) -> FloatRows:
         """[rows, h] the answer of a call, in memory of its connection."""
@@ -109,7 +109,7 @@ class HostMemory:
         answer: FloatRows = np.ndarray(shape, np.float32, incoming.answer)
         return answer
 
-    def finish(self, computed: Sequence[tuple[CallMemory, IntArray]]) -> None:
+    def finish(self, computed_pairs: Sequence[tuple[CallMemory, IntArray]]) -> None:
         """The results are where the client sees them already."""
 
 

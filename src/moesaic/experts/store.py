@@ -89,6 +89,7 @@ class Store:
         kinds = [dtype, down_dtype] if self.layout.form == COLUMNS else [dtype, dtype, down_dtype]
         parts = [
             self._checkpoint.part(name, *shape, dtype=kind)
+            # Experts without biases have fewer tensors than kinds.
             for (name, *shape), kind in zip(tensors, [*kinds, "F32", "F32"], strict=False)
         ]
         if self.layout.form == COLUMNS:
@@ -123,6 +124,7 @@ class _Checkpoint:
         part = self._read_place(name, place)
         if place.dtype != dtype:
             return _convert_matrix(dtype, part, place, name, shape[-1])
+        # A file may place a tensor at any byte, and the kernels read aligned numbers.
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
     def _read_quantized(self, matrix: Matrix, dtype: str) -> Bytes:
@@ -198,6 +200,7 @@ def _convert_numbers(part: Bytes, kind: str, dtype: str) -> Bytes:
         return wide.view(np.uint8)
     bits = wide.view(np.uint32)
     rounded_bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    # Rounding could carry the bits of a NaN into those of an infinity.
     rounded_bits[np.isnan(wide)] = 0x7FC0
     return rounded_bits.astype(np.uint16).view(np.uint8)
 

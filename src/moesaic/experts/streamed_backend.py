@@ -78,6 +78,7 @@ class StreamedBackend:
         rows = np.concatenate([part.hidden[part.rows] for part in parts])
         self._pool.learn(layer, experts)
         answer = np.empty(rows.shape, dtype=np.float32)
+        # A run may need more experts than memory has places for.
         for begin in range(0, len(distinct_experts), self._pool.places):
             expert_group = distinct_experts[begin : begin + self._pool.places]
             pairs = np.flatnonzero(np.isin(experts, expert_group))

@@ -76,9 +76,9 @@ class Request:
     hidden: FloatRows
     """[m, h] hidden states, a view of the message. [0, h] where they are on a GPU."""
     work: bool | None = None
-    """For a barrier call: whether the sender has rows to compute. None for every other request."""
+    """Whether the sender of a barrier call has rows to compute. None for every other request."""
     step: int = 0
-    """For a barrier call: the number of the step. 0 for every other request."""
+    """Number of the step of a barrier call. 0 for every other request."""
     worker: int = 0
     """A number of the attention worker that wants the answer, also where a relay sends the request."""
     parts: tuple[Part, ...] = ()

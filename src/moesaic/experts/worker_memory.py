@@ -21,7 +21,7 @@ class WorkerMemory(Protocol):
         """Puts answers together."""
         ...
 
-    def connected(self, caller: Caller) -> Caller:
+    def wrap_caller(self, caller: Caller) -> Caller:
         """The connection to a server, with memory for its answers. Any thread may call it."""
         ...
 
@@ -51,7 +51,7 @@ class HostWorkerMemory:
         """put: copies rows of answers."""
         self.answers: AnswerMemory = HostAnswers(put)
 
-    def connected(self, caller: Caller) -> Caller:
+    def wrap_caller(self, caller: Caller) -> Caller:
         """The connection itself, which has its memory."""
         return caller
 

@@ -85,6 +85,7 @@ class Workers:
         """The connection is closed. Its calls are dropped, also those that came through it as a relay."""
         for number in self._relay_callers.pop(connection, {}).values():
             self._service.client_left(number)
+        # 0 stands for a connection that never called, so no worker is paused for it.
         worker = self._direct.pop(connection, 0)
         self._pause_others(worker)
         self._service.client_left(connection)

@@ -124,6 +124,7 @@ class Speed:
 
 def choose_lengths(context: int) -> tuple[int, int]:
     """Tokens of a prompt and of an answer for a prediction."""
+    # Prefill gives the first token, so only a second one needs a decode step.
     generate = max(2, min(GENERATE, context // 2))
     return max(1, min(PROMPT, context - generate)), generate
 

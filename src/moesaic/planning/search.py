@@ -89,6 +89,7 @@ class JobSearch:
         low, high = 0, self._sufficient_mebibytes()
         if not self._fits(high):
             return None
+        # No policy fits into `low`, and some policy fits into `high`.
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if self._fits(middle) else (middle, high)

@@ -51,6 +51,7 @@ def plan_server(
     if options.pad:
         raise ConfigError.field("--pad", "true", "false in serve, which does not know the longest prompt")
     job = estimate_job(worker)
+    # `plan` refuses --max-num-seqs, which is a setting of the load here and not of the plan.
     seats = replace(worker.scheduler, max_num_seqs=SchedulerConfig.max_num_seqs)
     worker_plan = plan(replace(worker, scheduler=seats), options, job, hardware, gpus)
     offload = worker_plan.worker.offload
@@ -109,6 +110,7 @@ def _candidates(
     )
     for schedule in schedules:
         for size in sizes:
+            # The memory is divided for passes of so many rows, so a larger micro-batch does not fit.
             if size <= max_rows:
                 policy = _fit_to_load(
                     replace(base, schedule=schedule, micro_batch=size, likely_experts=0), load

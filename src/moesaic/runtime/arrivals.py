@@ -35,7 +35,7 @@ class Arrivals:
         return bool(self._waiting)
 
     def add(self, message: messages.Submit) -> Arrived:
-        """Those of the new requests that need not wait."""
+        """Takes new requests. Returns those that need not wait for a grammar."""
         arrivals = Arrived([])
         generated_tokens = [*message.generated, *([] for _ in message.requests[len(message.generated) :])]
         for request, tokens in zip(message.requests, generated_tokens, strict=True):

@@ -69,6 +69,8 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
         return Transfers()
     assert isinstance(memory, PagedKV | HybridMemory | GroupMemory), "refused with what has another memory"
     if config.kv_role == "prefill":
+        # On a GPU each copy waits for what was launched before it, so pieces that leave early are
+        # larger.
         early_bytes = EARLY_BYTES if parts.loaded_model.device.type == "cpu" else PIECE_BYTES
         return KVSender(
             memory, config.cache.block_size, connection.send, config.transport, min_early_bytes=early_bytes

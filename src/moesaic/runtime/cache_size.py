@@ -36,6 +36,8 @@ def check_memory(config: WorkerConfig, max_model_len: int) -> None:
     device = select_device(config.model)
     path = files.resolve(config.model.model, config.model.revision)
     spec = registry.read_spec(path, Shard(0, config.parallel.tensor_parallel_size))
+    # The dtype of a model on a GPU is not known before it is loaded. The smallest refuses nothing that
+    # fits.
     smallest = "float32" if device.type == "cpu" else "bfloat16"
     dtype_name = smallest if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
     _size(config, spec, device, max_model_len, registry.CACHE_DTYPES[dtype_name], None)

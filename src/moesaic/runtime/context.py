@@ -38,7 +38,7 @@ class WorkerContext:
 
     config: WorkerConfig
     connection: Connection
-    """To the engine."""
+    """The connection to the engine."""
     clock: Callable[[], float]
     """Seconds, monotonic; the engine's clock."""
     progress: Progress | None = None
@@ -49,9 +49,9 @@ class WorkerContext:
     routing: RowSink | None = None
     """Gets the expert ids of all rows."""
     on_rank_lost: Callable[[str], None] | None = None
-    """Is called from a thread when another rank of the group ends. None: the next step finds out."""
+    """Called from a thread when another rank of the group ends. None: the next step finds out."""
     kept_model: KeptModel = field(default_factory=KeptModel)
-    """Has the weights that this process has loaded before, if they are in memory as a whole."""
+    """The model that this process has loaded before, if all of it is in memory."""
 
     @cached_property
     def limits(self) -> BatchLimits:
@@ -80,25 +80,25 @@ class WorkerParts:
     runner: StepRunner
     scheduler: Scheduler
     memory: LayerMemory
-    """What all layers keep: on the first rank, of its heads."""
+    """What all layers keep of sequences. In a group it is that of the first rank's heads."""
     images: CopiedMemory | None = None
     """The memory of all ranks, to copy from and to. None: `memory`, or what nobody copies."""
     expert_stats: Callable[[], ExpertStats] = ExpertStats
     """Takes a snapshot of what the experts counted."""
     servers: ExpertServers | None = None
-    """None: this worker computes all experts itself."""
+    """The expert servers. None: this worker computes all experts itself."""
     layerwise: LayerwiseRunner | None = None
-    """For schedulers that run the model segment by segment."""
+    """Runs the model segment by segment. None with a scheduler that does not."""
     recorder: RoutingRecorder | None = None
     routes: TokenRoutes | None = None
-    """None: the experts of a token cannot be returned."""
+    """Finds who computed a token. None: the experts of a token cannot be returned."""
     observer: WorkerObserver = IGNORING_OBSERVER
     logit_rows: int | None = None
     """Maximum number of rows whose logits are computed at once. None: all rows of a step."""
     linger: float = 0.0
     """Seconds that an idle worker waits for a further message after each one."""
     expert_layout: ExpertLayout | None = None
-    """The routed experts, where `loaded` does not have them."""
+    """Where the checkpoint has the routed experts. None: `loaded_model` has them."""
     ranks: int = 1
     """Number of processes that are this worker."""
     collectives: str = ""

@@ -125,7 +125,7 @@ class Executor:
         """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. A step where
         no request wants any has no entry."""
         self._step_routes: dict[int, list[TokenRoute | None]] = {}
-        """As `_logprobs`."""
+        """Who computed the tokens of steps that were not sent yet, in the order of `_logprobs`."""
 
     def execute(self, action: Action) -> None:
         """Carry out one action. A step that RunStep begins is computed in `progress`."""
@@ -156,6 +156,7 @@ class Executor:
             case Release():
                 for request_id in action.request_ids:
                     self._sampler.release(request_id, action.preempted)
+                # A preempted request comes again, and then sends the rest of its KV.
                 if not action.preempted:
                     self._transfers.forget(action.request_ids)
                 self._routes.release(action)
@@ -182,6 +183,7 @@ class Executor:
         return events
 
     def _advance(self, events: list[Event]) -> None:
+        # A copy, since steps that end are removed.
         for open_step in list(self._steps.values()):
             with torch.inference_mode():
                 if open_step.step.is_suspended:
@@ -239,6 +241,7 @@ class Executor:
         self._routes.admit(action)
         if self._recorder is not None:
             self._recorder.admit(action)
+        # A request that was preempted has been reported when it was admitted first.
         first = [index for index, epoch in enumerate(action.epochs) if epoch == 0]
         if first:
             self._connection.send(

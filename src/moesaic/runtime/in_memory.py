@@ -274,7 +274,7 @@ def _remote(
     return RemoteExperts(
         layout,
         replicas,
-        Connector(heap, wakeup, config.transport, wrap if memory is None else memory.connected),
+        Connector(heap, wakeup, config.transport, wrap if memory is None else memory.wrap_caller),
         wakeup,
         context.clock,
         portion_rows=told_rows if schedule in SEPARATE else None,

@@ -29,7 +29,7 @@ class LoadedModel:
     model: Model
     device: torch.device
     dtype: torch.dtype
-    """That of the head's numbers, float32 if it is quantised."""
+    """Type of the numbers of the LM head, float32 if it is quantised."""
     kernels: table.Kernels
     threads: int
 

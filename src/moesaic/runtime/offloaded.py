@@ -169,7 +169,7 @@ class OffloadedRunner:
     """Chooses how the next decode pass is computed. None: all are computed alike."""
 
     def begin(self, batch: TokenBatch) -> WholeStep:
-        """See `StepRunner`."""
+        """Begin a step, which is one pass over the model."""
         return WholeStep(partial(self._compute, batch))
 
     def stats(self) -> ExpertStats:
@@ -186,6 +186,7 @@ class OffloadedRunner:
 
     def _compute(self, batch: TokenBatch) -> StepResult:
         with self.core():
+            # Choices are made for decode passes, in which each sequence has one row.
             if self.revising is not None and batch.num_rows == batch.num_sequences:
                 self._revise(self.revising, batch)
             return StepResult(self.passes.run(batch))
@@ -210,6 +211,7 @@ def load(
 ) -> tuple[LoadedModel, ExpertLayout]:
     """Load everything but the routed experts onto the fast level, and find the experts in the checkpoint."""
     layout = paged_layout(config.model)
+    # With a link two cores stand for the two levels, so each level computes with one thread.
     threads = 1 if offload.link is not None else config.most_threads
     return load_model(config.model, progress, layout, threads, own_memory=is_over_disk(config)), layout
 
@@ -302,7 +304,7 @@ class PassParts:
     levels: Levels
     post_attention: PostAttention
     max_experts: int
-    """See PassSettings."""
+    """The most experts of one layer in this process."""
     caches: Caches
     splitting: Splitting | None = None
 

@@ -63,7 +63,7 @@ class LayerPredictor:
     """Records what follows decode steps. None: nothing is recorded."""
 
     def begin(self, plan: StepPlan, result: StepResult, new_tokens: SampledTokens) -> Step:
-        """See `Predictor`. Without rows it still sends an empty request to the experts."""
+        """Begin the drafting after a step. Without rows it still sends an empty request to the experts."""
         model, device = self.runner.stages.model, self.runner.stages.device
         assert model.prediction is not None
         batch, rows = select_known_rows(plan, new_tokens)

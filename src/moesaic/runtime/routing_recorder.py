@@ -108,6 +108,7 @@ class RoutingRecorder:
 
         In most steps they are those of the step before.
         """
+        # Decode steps mostly have the same sequences as the step before. Comparing bytes is cheap.
         key = plan.request_ids.tobytes() + plan.batch.query_starts.tobytes()
         if key != self._key:
             recorded_requests = self._find_recorded(plan)

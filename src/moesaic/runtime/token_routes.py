@@ -21,7 +21,7 @@ from moesaic.runtime.sampling.checking import SampledTokens
 from moesaic.runtime.step.running_step import ChosenExperts
 
 NO_SERVER = -1
-"""In place of a server: its answer has not come, or it was of no use."""
+"""Stands for a server whose answer has not come, or was of no use."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,10 @@ class TokenRoutes:
         )
 
     def _find_asking(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
-        """Of each sampled sequence that asks: its index in `plan.sampled`, its request, the start and stop of
-        the rows from which its tokens may be sampled.
+        """The sampled sequences that ask for their routes.
+
+        Returns the index of each in `plan.sampled`, its request, and the start and stop of the rows from
+        which its tokens may be sampled.
         """
         stops = plan.batch.query_starts[plan.sampled + 1].tolist()
         num_drafted = plan.drafted.tolist() or [0] * len(stops)

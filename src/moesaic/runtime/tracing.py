@@ -65,7 +65,7 @@ class WorkerTrace:
         self._pieces = StepPieces(track)
         self._lanes = LaneRows(track)
         self._open: dict[int, _OpenRequest] = {}
-        """By the number of the request's handle."""
+        """The requests without a complete answer, by the number of the handle."""
         self._at_barrier = False
 
     # ---- steps

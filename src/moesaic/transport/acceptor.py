@@ -73,7 +73,7 @@ class Acceptor(Generic[ResultT]):
         self._thread.join()
         with self._lock:
             for sock in self._pending:
-                _shut_down(sock)
+                _shut_socket(sock)
             self._pending.clear()
             threads = list(self._threads)
         for thread in threads:
@@ -116,7 +116,7 @@ class Acceptor(Generic[ResultT]):
             undo.pop_all()
             if len(self._pending) >= self._max_pending:
                 oldest = next(iter(self._pending))
-                _shut_down(oldest)
+                _shut_socket(oldest)
                 self._drop(self._pending.pop(oldest), f"it was the oldest of {self._max_pending} handshakes")
             self._pending[sock] = peer
             self._threads.add(thread)
@@ -157,7 +157,7 @@ def _warn(line: str | None) -> None:
         _log.warning("%s", line)
 
 
-def _shut_down(sock: socket.socket) -> None:
+def _shut_socket(sock: socket.socket) -> None:
     """Shut the socket down, which wakes the thread that reads from it."""
     with contextlib.suppress(OSError):  # the peer closed first
         sock.shutdown(socket.SHUT_RDWR)

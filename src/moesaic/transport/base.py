@@ -11,8 +11,7 @@ from moesaic.core.messages import Message
 
 
 class Connection(Protocol):
-    """One end of a connection that delivers messages in order, each exactly once until the connection is
-    lost.
+    """The end of a connection that delivers messages in order, each exactly once until it is lost.
 
     `send` may be called from any thread, `receive` from one thread at a time.
     """

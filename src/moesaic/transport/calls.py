@@ -192,6 +192,7 @@ class Outstanding:
         """
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self._missing):
             raise ValueError("a row was published that the call does not have")
+        # In a copy, so that a call with a wrong row marks none.
         missing = self._missing.copy()
         missing[indices] = False
         left = int(np.count_nonzero(missing))

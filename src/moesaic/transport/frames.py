@@ -36,7 +36,7 @@ class Frames:
         sock.setblocking(False)
         self.receive_error: ConnectionLost | None = None
         """Why nothing more can be received, or None."""
-        self.has_more = False
+        self.has_more_bytes = False
         """Whether the last `pump` left something to read that the socket may not show."""
         self.unsent_bytes = 0
         """Bytes that the socket has not accepted yet."""
@@ -95,14 +95,14 @@ class Frames:
         """Send and receive what is possible now. The end of the stream, or a damaged frame, sets `lost`."""
         if self._outbox:
             self.flush()
-        self.has_more = False
+        self.has_more_bytes = False
         if self.receive_error is not None:
             return
         try:
             for _ in range(READS):
                 if not self._read():
                     return
-            self.has_more = True
+            self.has_more_bytes = True
         except ConnectionLost as lost:
             self.receive_error = lost.again()
 

@@ -152,6 +152,7 @@ def _join(
         prove_as_client(sock, secret, terms, deadline)
         sock.sendall(_RANK_AND_SIZE.pack(rank, size))
         deadline.apply(sock)
+        # CLOEXEC: a child process must not inherit the memory of the group.
         data, descriptors, _, _ = socket.recv_fds(sock, len(_OK), size, socket.MSG_CMSG_CLOEXEC)
         if data != _OK or len(descriptors) != size - 1:
             raise ConnectionLost(f"rank 0 did not accept rank {rank} of {size} into the group at {address}")

@@ -61,12 +61,14 @@ def measure(connection: Connection, clock: Callable[[], float] = time.monotonic)
     """
     end = clock() + LIMIT_SECONDS
     trips = [_trip(connection, 0, clock, end) for _ in range(PINGS)]
+    # The shortest trip counts, since other work only adds.
     trip = min((seconds_of_trip for seconds_of_trip in trips if seconds_of_trip is not None), default=None)
     link = None
     for size in SIZES:
         seconds = None if trip is None else _trip(connection, size, clock, end)
         if trip is None or seconds is None:
             return link
+        # The larger message may be back sooner than the empty one was.
         link = LinkModel(trip / 2, 2 * size / max(1e-9, seconds - trip))
         if seconds > LONG_SECONDS:
             break

@@ -59,7 +59,7 @@ class _Link:
         What the rank sent before it died counts.
         """
         self._frames.pump()
-        while self._frames.has_more:
+        while self._frames.has_more_bytes:
             self._frames.pump()
         if self._frames.receive_error is not None and not self._parts:
             raise ConnectionLost(f"rank {self.rank} of the group is gone: {self._frames.receive_error}")
@@ -100,7 +100,7 @@ class LinkedPeers:
         self._host_peers, self._first_rank, self._capacity = host_peers, first_rank, capacity
         self._links = [_Link(rank, links[rank], capacity) for rank in sorted(links)]
         self._memory = np.empty(capacity + _ALIGNMENT * len(links), np.uint8).data
-        """For parts that go to other hosts."""
+        """Memory for the parts that go to other hosts."""
         self._round_parts: list[memoryview] = []
         """The part for each of the links."""
         self._sent_bytes, self._loss_reason = (

@@ -47,7 +47,7 @@ class Place(NamedTuple):
     nodes: int
     """Number of hosts."""
     local_rank: int
-    """Its number among the ranks of its host."""
+    """Number of the rank among the ranks of its host."""
     ranks_per_host: int
     """Ranks of each host."""
 
@@ -85,7 +85,7 @@ class Door:
         self.secret, self.terms = secret, Terms("stream", capacity)
         listening, address = addresses.bind(addresses.parse(listen))
         self.address = str(find_advertised_address(address))
-        """For other hosts."""
+        """The address at which other hosts reach this door."""
         self._remote_ranks: queue.SimpleQueue[_RemoteRank] = queue.SimpleQueue()
         self._acceptor = Acceptor(
             listening, str(address), self._handshake, self._remote_ranks.put, MAX_PENDING

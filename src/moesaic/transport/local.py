@@ -9,7 +9,7 @@ from moesaic.core.messages import Message
 
 
 class LocalConnection:
-    """One end of a pair that `local_pair` made."""
+    """An end of a pair that `local_pair` made."""
 
     def __init__(self, inbox: queue.Queue[Message | None], outbox: queue.Queue[Message | None]) -> None:
         self._inbox = inbox

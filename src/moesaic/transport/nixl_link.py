@@ -1,4 +1,4 @@
-"""One-sided writes between two processes by NIXL, NVIDIA's library over UCX.
+"""Writes into the memory of another process by NIXL, NVIDIA's library over UCX.
 
 Both ends of a link have an area of memory of the same size. Each writes from its own area to the same place
 in the area of the other. A write has a number, and the other end hears that number once all bytes are there.

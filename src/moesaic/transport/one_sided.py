@@ -75,6 +75,7 @@ class Places:
         """The part may be given out again."""
         end = begin + _round_up(count)
         index = bisect.bisect(self._free, (begin, end))
+        # Free neighbours become one part, or the area would fragment.
         first, last = index, index
         if index and self._free[index - 1][1] == begin:
             first, begin = index - 1, self._free[index - 1][0]
@@ -111,7 +112,7 @@ class _End(Generic[News]):
 
     def ready(self) -> bool:
         self._look()
-        return bool(self._news) or self._frames.has_more or self._is_finished()
+        return bool(self._news) or self._frames.has_more_bytes or self._is_finished()
 
     def arm(self) -> bool:
         if self.ready():

@@ -21,7 +21,7 @@ HALF_BYTES = 64 << 20
 
 
 class Peers(Protocol):
-    """One rank's end of a group."""
+    """The end of a group that one rank has."""
 
     @property
     def rank(self) -> int: ...
@@ -44,7 +44,7 @@ class Peers(Protocol):
         ...
 
     def open_for_all(self, count: int) -> memoryview:
-        """As `open`, for one part of `count` bytes that goes to every rank."""
+        """Memory for one part of `count` bytes that goes to every rank. It raises the errors of `open`."""
         ...
 
     def exchange(self) -> list[memoryview]:
@@ -72,6 +72,7 @@ class _GroupState:
     def __init__(self, size: int) -> None:
         self.condition = threading.Condition()
         self.posted_rounds = [0] * size
+        # Two rounds: a rank may write the next one while others still read this one.
         self.parts: list[list[list[memoryview]]] = [[[] for _ in range(size)] for _ in range(2)]
         """[round % 2][sender][receiver] parts."""
         self.gone_ranks: set[int] = set()

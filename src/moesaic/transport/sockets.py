@@ -86,7 +86,7 @@ class _StreamEnd:
         return self._frames.fileno()
 
     def ready(self) -> bool:
-        return self._frames.receive_error is not None or self._frames.has_more
+        return self._frames.receive_error is not None or self._frames.has_more_bytes
 
     def arm(self) -> bool:
         return self.ready()
@@ -243,6 +243,7 @@ class StreamAnswerer(_StreamEnd):
         if not call._outstanding.count:
             self._open.discard(call.number)
             self._used_bytes -= call_bytes(len(call.request), call.rows, call.row_bytes)
+            # The socket may still read from the answer, so its memory is not free yet.
             self._retired_calls.append((self._frames.pushed_bytes, call._blocks))
 
     def _read_frames(self) -> Iterator[list[memoryview]]:

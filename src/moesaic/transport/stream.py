@@ -96,7 +96,7 @@ class StreamConnection:
                 raise ConnectionLost(self._send_failed)
             if self._unsent_bytes > MAX_UNSENT:
                 self._end(f"the other end has not read {self._unsent_bytes} bytes")
-                self._shut_down()
+                self._shut_socket()
                 raise ConnectionLost(self._send_failed)
             if not self._outbox:
                 frame = frame[self._try(frame) :]
@@ -138,10 +138,10 @@ class StreamConnection:
 
     def close(self) -> None:
         """Close the socket and drop the outbox, which a frozen peer would never empty."""
-        self._shut_down()
+        self._shut_socket()
         self._socket.close()
 
-    def _shut_down(self) -> None:
+    def _shut_socket(self) -> None:
         """Shut the socket down, which wakes both threads."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)

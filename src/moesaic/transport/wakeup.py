@@ -46,7 +46,7 @@ class Wakeup:
                 pass
 
     def close(self) -> None:
-        """A second call does nothing."""
+        """Close the pipe. A second call does nothing."""
         with self._closing:
             if self._is_closed:
                 return

@@ -1,4 +1,4 @@
-"""What two ends tell each other in words, as JSON, before a connection is used."""
+"""The JSON objects that two ends send each other before a connection is used."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.transport.sealed_socket import Wire
 
 MAX_WORD = 1 << 16
-"""Maximum bytes of a word."""
+"""Maximum bytes of a JSON object."""
 Word = dict[str, Any]
 _LENGTH = struct.Struct("<I")
 
 
 def say(wire: Wire, **word: object) -> None:
-    """Tell the other end."""
+    """Send these fields to the other end as one JSON object."""
     data = json.dumps(word).encode()
     wire.sendall(memoryview(_LENGTH.pack(len(data)) + data))
 
 
 def hear(wire: Wire) -> Word:
-    """What the other end says. Raises ConnectionLost, or TimeoutError after the timeout of the socket."""
+    """Receive a JSON object of the other end.
+
+    Raises ConnectionLost, or TimeoutError after the timeout of the socket.
+    """
     (length,) = _LENGTH.unpack(_read(wire, _LENGTH.size))
     if length > MAX_WORD:
         raise ConnectionLost(f"it said {length} bytes at once")

@@ -45,7 +45,7 @@ class Traffic:
 
 
 class Group(Protocol):
-    """One rank of a group, used by one thread.
+    """The end of a group that one rank has. One thread uses it.
 
     Sums are computed in the order of the ranks, so all ranks and all runs get the same bits. Returned
     arrays belong to the caller, except those of `all_to_all_v` and `answer`: they may be memory of other

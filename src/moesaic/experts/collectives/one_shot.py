@@ -44,6 +44,7 @@ class OneShotGroup:
 
     def all_reduce(self, rows: FloatArray) -> FloatArray:
         flat = rows.reshape(-1)
+        # Numbers are split, not rows, so that the parts are equal even with fewer rows than ranks.
         starts = _starts(equal_sizes(flat.size, self.size))
         for rank, view in self._open([stop - start for start, stop in _spans(starts)]):
             view[:] = flat[starts[rank] : starts[rank + 1]]
@@ -94,6 +95,7 @@ class OneShotGroup:
                 read_packet(part) if rank in other_ranks else local_packet(outgoing[rank])
                 for rank, part in enumerate(messages)
             ]
+        # The other ranks wait for this one until it leaves the group.
         except ConnectionLost:
             self.close()
             raise
@@ -208,4 +210,5 @@ def _copy_rows(rows: FloatArray, order: IntArray | None, start: int, stop: int, 
     if order is None:
         target_rows[...] = rows[start:stop]
     else:
+        # With mode="raise" numpy would fill a buffer first. The indices are known to be in range.
         np.take(rows, order[start:stop], axis=0, out=target_rows, mode="clip")

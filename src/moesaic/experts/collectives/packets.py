@@ -87,6 +87,7 @@ def write_packet(outgoing: Outgoing, memory: memoryview) -> None:
     parts.rows[:] = outgoing.rows
     parts.experts[:] = outgoing.experts
     parts.weights[:] = outgoing.weights
+    # With mode="raise" numpy would fill a buffer first. The indices are known to be in range.
     np.take(outgoing.hidden, outgoing.rows, axis=0, out=parts.hidden, mode="clip")
 
 
@@ -95,6 +96,7 @@ def read_packet(message: memoryview) -> Packet:
     if len(message) < _HEADER:
         raise ConnectionLost(f"a rank sent {len(message)} bytes, which is no packet")
     rows, top_k, width = np.frombuffer(message, np.int64, 3).tolist()
+    # Two negative numbers could multiply to the right size.
     fits = min(rows, top_k, width) >= 0
     if not fits or len(message) != metadata_bytes(rows, top_k) + 4 * rows * width:
         raise ConnectionLost(f"a rank sent {len(message)} bytes for {rows} rows of {width} numbers")

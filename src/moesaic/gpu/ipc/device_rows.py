@@ -56,7 +56,7 @@ class WorkerRows:
         self.answers: AnswerMemory = DeviceAnswers(device)
         """Puts answers together."""
 
-    def connected(self, caller: Caller) -> Caller:
+    def wrap_caller(self, caller: Caller) -> Caller:
         """The connection with memory for its answers. Any thread may call it.
 
         Raises ConfigError if the server's process cannot be watched.

@@ -59,6 +59,7 @@ def survey(
             requests += len(line_counts) * _count_answers(line.body)
             continue
         requests += len(_prompts(line.body.get("prompt"))) * _count_answers(line.body)
+        # A heap keeps the longest lines, so that a file of any size needs little memory.
         if len(long) < LONGEST_LINES:
             heapq.heappush(long, (_estimate_length(line.body), line.line, line))
         else:
@@ -80,8 +81,8 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
     """(prompt tokens, maximum generated tokens) of each prompt in a line; empty if it will be refused."""
     body = line.body
     try:
-        requested = _read_limit(body)
-        max_tokens = None if requested is None else int(requested)
+        limit_value = _read_limit(body)
+        max_tokens = None if limit_value is None else int(limit_value)
         if "messages" in body:
             default, prompt_tokens = UNLIMITED_TOKENS, [_count_chat_tokens(body, tokenizer)]
         else:
@@ -115,8 +116,8 @@ def _read_limit(body: Mapping[str, Any]) -> Any:
 
 def _estimate_length(body: Mapping[str, Any]) -> int:
     """A rough length in characters, to find the longest requests."""
-    requested = _read_limit(body)
-    return len(str(body)) + (4 * requested if isinstance(requested, int) else 0)
+    limit_value = _read_limit(body)
+    return len(str(body)) + (4 * limit_value if isinstance(limit_value, int) else 0)
 
 
 def _mean(counts: Sequence[int]) -> int:

@@ -123,8 +123,8 @@ class Output:
             yield from file
 
     def _cut_torn(self, number: int, raw: bytes, num_bytes: int) -> None:
-        is_own = _START.startswith(raw[: len(_START)]) or not raw.strip(b"\0")
-        if not is_own:
+        is_result = _START.startswith(raw[: len(_START)]) or not raw.strip(b"\0")
+        if not is_result:
             raise ConfigError(f"{_FLAG}: {self.path} line {number} is no result of run-batch")
         os.ftruncate(self._fd, num_bytes)
 
@@ -160,6 +160,7 @@ def _lock(fd: int, path: Path) -> None:
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise ConfigError.field(_FLAG, str(path), "a regular file")
     try:
+        # The kernel releases this lock when the process ends, however it ends.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _sync_directory(path.parent)
     except BlockingIOError as error:

@@ -119,6 +119,7 @@ def _survey(options: RunBatch, model_name: str | None, results: ExistingResults)
         total += 1
         if item.key in results.keys:
             found_keys.add(item.key)
+    # Results of lines that the input lacks mean that the two files do not belong together.
     unknown_keys = results.keys - found_keys
     if unknown_keys:
         contents = f"a result of {next(iter(unknown_keys))!r}, which {options.input_file} does not have"

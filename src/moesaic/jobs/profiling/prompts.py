@@ -81,6 +81,7 @@ def _text(fields: dict[str, Any], location: str) -> str | list[int]:
         text = text[0]
     if isinstance(text, str) and text:
         return text
+    # isinstance would also accept true and false, which are integers in Python.
     if name == "prompt" and isinstance(text, list) and text and all(type(token) is int for token in text):
         return text
     raise ConfigError(f"{location}: {name}: got {str(text)[:40]!r}; allowed: text that is not empty")

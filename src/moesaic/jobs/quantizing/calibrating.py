@@ -176,12 +176,12 @@ class CalibratedRounder:
             residual, normed_hidden = (
                 torch.from_numpy(array[span].copy()) for array in (inputs.residual, inputs.normed_hidden)
             )
-            ones = torch.ones(len(residual), 1)
+            unit_weights = torch.ones(len(residual), 1)
             gate_output = GateOutput(residual, normed_hidden, None, None)
             if inputs.expert_sums is None:
                 return block.merge(gate_output, block.dense(normed_hidden), None)
             rows = torch.from_numpy(inputs.expert_sums[span].copy())[:, None]
-            gate_output = replace(gate_output, expert_ids=ones.long(), weights=ones)
+            gate_output = replace(gate_output, expert_ids=unit_weights.long(), weights=unit_weights)
             return block.merge(gate_output, block.dense(normed_hidden), rows)
 
         self._write(layer, merge_prompt)

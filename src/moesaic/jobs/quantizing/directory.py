@@ -104,6 +104,7 @@ class Directory:
         self.path.mkdir(exist_ok=True)
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
+            # The kernel releases this lock when the process ends, however it ends.
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._record.is_file():
                 self.note({})

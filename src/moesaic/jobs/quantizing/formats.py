@@ -155,6 +155,7 @@ def as_bytes(numbers: npt.NDArray[np.float32], kind: str) -> bytes:
         return numbers.astype("<f4").tobytes()
     if kind == "F16":
         return numbers.astype("<f2").tobytes()
+    # Rounds to nearest, and halves to even: the lowest bit that is kept is added, too.
     bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
     rounded_bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
     return rounded_bits.astype("<u2").tobytes()

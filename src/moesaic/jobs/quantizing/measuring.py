@@ -60,6 +60,7 @@ def measure(
         read = [_read(outer_layers, *pair) for pair in zip(hidden, texts, strict=True)]
     num_predicted = sum(len(text) - 1 for text in texts)
     nats = sum(loss for loss, _ in read) / num_predicted
+    # math.exp raises OverflowError above 709.
     return Reading(math.exp(nats) if nats < 700 else math.inf, torch.cat([choices for _, choices in read]))
 
 

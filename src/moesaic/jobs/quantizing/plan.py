@@ -174,6 +174,7 @@ def make(path: Path, modules: Collection[Modules]) -> Plan:
         expert_tensors |= tensors
     skipped_patterns = read_skipped_patterns(path)
     for name, place in places.items():
+        # Experts are written one by one, also those of a fused tensor, so it is not copied.
         if name in expert_tensors or any(re.fullmatch(pattern, name) for pattern in skipped_patterns):
             continue
         match = LAYER.fullmatch(plain[name])

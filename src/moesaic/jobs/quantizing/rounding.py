@@ -98,6 +98,7 @@ class Rounding:
 
     def _cover(self, largest: torch.Tensor) -> torch.Tensor:
         """The scales with which numbers up to `largest` have codes."""
+        # A number half a step beyond the largest code still rounds to it.
         scales = largest / (self._zero - 0.5)
         return torch.from_numpy(round_scales(scales.numpy(), self.scales))
 
@@ -125,10 +126,10 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     mean = hessian.diagonal().mean()
     for share in DAMPING:
         damped_hessian = hessian + torch.diag(torch.full_like(hessian.diagonal(), float(share * mean)))
-        lower, failed = torch.linalg.cholesky_ex(damped_hessian)
-        if not failed:
+        lower, error_code = torch.linalg.cholesky_ex(damped_hessian)
+        if not error_code:
             factor: torch.Tensor
-            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed:
+            factor, error_code = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not error_code:
                 return factor
     return None

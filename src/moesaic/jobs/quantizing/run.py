@@ -202,6 +202,7 @@ def _check_space(target: Path, job: _Job, cost: Cost) -> None:
     written_bytes = (
         sum(file.stat().st_size for file in target.glob("*.safetensors")) if target.is_dir() else 0
     )
+    # Hidden states before and after a layer, and three files of rows between, each in float32.
     rows = 4 * registry.read_spec(job.path).hidden_size * sum(map(len, job.texts.calibrating))
     needed_bytes = cost.bytes_after - written_bytes + 5 * rows + ROOM
     free = shutil.disk_usage(target.parent).free

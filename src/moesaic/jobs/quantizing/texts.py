@@ -55,9 +55,11 @@ class Reader:
                 raise ConfigError(
                     "--calibrate: got 1 prompt; allowed: at least 2, of which one is held out, or --evaluate"
                 )
-            held_out = [prompt for index, prompt in enumerate(calibrating) if index % HELD_OUT_EVERY == 1]
+            held_out_prompts = [
+                prompt for index, prompt in enumerate(calibrating) if index % HELD_OUT_EVERY == 1
+            ]
             calibrating = [prompt for index, prompt in enumerate(calibrating) if index % HELD_OUT_EVERY != 1]
-            measuring = held_out
+            measuring = held_out_prompts
         measuring = [prompt for prompt in measuring if len(prompt) > 1]
         if max_measured_tokens and not measuring:
             flag = "--evaluate" if evaluate else "--calibrate"

@@ -123,6 +123,7 @@ def read_weight(weight: Weight) -> torch.Tensor:
     raw_numbers = np.fromfile(place.file, dtype=KINDS[place.dtype], count=count, offset=place.offset)
     if len(raw_numbers) < count:
         raise CheckpointError(f"{place.file}: tensor {weight.module}.weight: the file ends within it")
+    # NumPy has no bf16. Its bits are the upper half of a float32's.
     if place.dtype == "BF16":
         raw_numbers = np.left_shift(raw_numbers, 16, dtype=np.uint32).view(np.float32)
     floats = raw_numbers.astype(np.float32, copy=False)

@@ -137,6 +137,7 @@ def _outputs(actual: Side, reference: Side, layers: int) -> Iterator[Output]:
     yield EMBEDDING, None, hidden, reference.embed()
     for layer in range(layers):
         reference_hidden = reference.layer(layer, hidden)
+        # A layer may write into its input, which the comparison still needs.
         actual_hidden = actual.layer(layer, hidden.clone())
         yield f"layer {layer}", hidden, actual_hidden, reference_hidden
         hidden = actual_hidden
@@ -152,6 +153,7 @@ def _error(
 ) -> PartError:
     difference = (actual.double() - reference.double()).abs().amax(dim=-1)
     contribution = reference.double() if layer_input is None else reference.double() - layer_input.double()
+    # A row to which the part adds nothing has no size to divide by.
     size = contribution.abs().amax(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     relative = float((difference / size).max())
     # "not <=" also finds a relative error that is NaN.

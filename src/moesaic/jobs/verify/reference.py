@@ -102,6 +102,7 @@ class Reference:
         else:
             named_tensors = {self._reference_name(name): tensor for name, tensor in tensors.items()}
             self._library.fill(self._model, named_tensors)
+            # The module has these numbers now, so the memory of the files is not needed any more.
             del named_tensors
         del tensors
         empty = [

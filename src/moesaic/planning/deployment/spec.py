@@ -260,6 +260,7 @@ def _build_intra_host_link(pool: Pool, links: _Links) -> tuple[LinkModel, list[s
     if links.inside_gb_per_s is not None:
         return LinkModel(latency, 1e9 * links.inside_gb_per_s), []
     rate = 1e9 * GPU_LINKS.get(pool.name.partition("-")[0], pool.hardware.link.down / 1e9)
+    # A single device sends nothing inside of its host, so nothing was assumed.
     if pool.devices_per_host == 1:
         return LinkModel(latency, rate), []
     note = f"Assumed: a {pool.name} sends {rate / 1e9:g} GB/s inside of its host (links.inside_gb_per_s)."

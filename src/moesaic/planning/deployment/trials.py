@@ -185,6 +185,7 @@ class Simulator:
             if self.time_over():
                 raise OutOfTime
 
+        # Nothing interrupts a simulation from outside, so some of its events look at the clock.
         for moment in range(LOOKS):
             cluster.timeline.schedule(moment * scenario.duration / LOOKS, look, SAMPLE)
         try:

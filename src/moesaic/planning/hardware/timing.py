@@ -36,6 +36,7 @@ class Stopwatch:
 
         If the first run takes longer than `limit`, it is the only one and counts.
         """
+        # A clock may stand still during a fast run, and figures divide by these seconds.
         first = max(self._time_runs(run, 1), 1e-9)
         if first >= self.limit:
             return first

@@ -162,6 +162,7 @@ class SimulatedCluster:
         return front
 
     def _device(self, name: str) -> tuple[Device, Stream]:
+        # A worker and the server beside it have the same device, so the second one finds it here.
         if name not in self.hardware:
             self.hardware[name] = Device(name, self.timeline, self._span)
             self.streams[name] = Stream(name, self.timeline, self.devices.link)

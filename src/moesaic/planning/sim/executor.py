@@ -131,6 +131,7 @@ class SimulatedExecutor:
         if self.experts.has_passed_barrier():
             events.append(BarrierPassed())
         yield from self._advance(events)
+        # While one step computed, the experts may have answered another one.
         while len(self._steps) > 1 and self._any_ready():
             yield from self._advance(events)
 

@@ -54,6 +54,7 @@ def _params(answer: int) -> SamplingParams:
 
 @lru_cache(maxsize=4096)
 def _prompt(tokens: int) -> list[int]:
+    # Requests of equal length share a list, since nothing changes it.
     return [TOKEN] * tokens
 
 

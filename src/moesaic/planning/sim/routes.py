@@ -44,6 +44,7 @@ def zipf(experts: int, exponent: float) -> FloatArray:
 
 def draw(shares: FloatArray, rows: int, top_k: int, rng: np.random.Generator) -> npt.NDArray[np.int16]:
     """[rows, k] different experts of each row, chosen with these shares [E] without replacement."""
+    # The k largest of log share + Gumbel noise are a draw of k without replacement.
     with np.errstate(divide="ignore"):
         keys = -(np.log(shares) + rng.gumbel(size=(rows, len(shares))))
     if np.count_nonzero(shares) < top_k:
@@ -86,6 +87,7 @@ class Routes:
         if pool is None:
             rng = np.random.default_rng([self.seed, layer])
             pool = self._pools[layer] = draw(self.shares[layer], POOL, self.top_k, rng).astype(np.int64)
+        # A hash, so that neighbouring positions of a request take unrelated rows of the pool.
         key = rows + np.uint64(layer << 50)
         key *= _MIX
         key ^= key >> _SHIFT

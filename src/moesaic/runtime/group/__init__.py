@@ -1,1 +1,1 @@
-"""One attention worker as a group of processes. Its ranks share the attention heads and the experts."""
+"""An attention worker that is a group of processes. Its ranks share the attention heads and the experts."""

@@ -225,6 +225,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     if config.remote_experts:
         return _with_servers(context)
     owners = read_owners(config)
+    # The launcher gets the cores of the whole worker, and divides them among the ranks.
     launcher = RankLauncher(config)
     config = rank_config(config, 0)
     with launcher.starting():
@@ -364,6 +365,7 @@ def gather_least_free_memory(config: WorkerConfig, group: Group, loaded_model: L
     """
     if config.cache.kv_cache_memory != "auto":
         return None
+    # In MiB, because notes are int32 numbers.
     own_mebibytes = np.array([free_memory(loaded_model.device) >> 20])
     return int(group.gather_notes(own_mebibytes, np.arange(group.size)).min()) << 20
 

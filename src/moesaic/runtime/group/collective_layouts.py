@@ -55,7 +55,7 @@ class RecordedRows:
 
 
 class CollectiveLayout(Protocol):
-    """One of the four layouts, on one rank."""
+    """The collectives of a rank between attention and experts, in one of the four layouts."""
 
     @property
     def recorded_rows(self) -> RecordedRows:
@@ -125,6 +125,7 @@ class AllReduce:
     def feed_forward(self, layer: int, block: Block, hidden: torch.Tensor, partial: torch.Tensor) -> Stages:
         gate_output = block.gate(hidden, (yield all_reduce(self._rows, partial)))
         rows = yield all_reduce(self._rows, self._experts.share(layer, gate_output))
+        # The sums of the ranks are weighted already, so the merge must add each of them as it is.
         weighted_once = replace(gate_output, weights=rows.new_ones(len(rows), 1))
         return block.merge(weighted_once, block.dense(gate_output.normed_rows), rows[:, None])
 

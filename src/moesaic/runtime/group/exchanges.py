@@ -24,7 +24,7 @@ class Exchange:
     """Carries it out for so many rows, the first ones of the step. Those behind them are padded rows. Returns
     the result without padded rows."""
     shape: tuple[int, ...]
-    """Of the result for all rows of the step."""
+    """Shape of the result for all rows of the step."""
     is_captured: bool = False
     """Whether a CUDA graph can hold it: the host knows all sizes before the step, and reads nothing."""
     is_kept: bool = False

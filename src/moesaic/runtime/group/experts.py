@@ -36,7 +36,7 @@ class GroupCounts:
 
 
 class GroupExperts:
-    """One rank's experts, and the exchange with the other ranks."""
+    """The experts of this rank, and the exchange of rows with the other ranks."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class GroupExperts:
         route = self._route(layer, ids)
         self._counts.pairs += ids.size
         self._counts.local_pairs += int(np.count_nonzero(route.owners == self._group.rank))
+        # A pair goes to every rank that has a part of its expert, each time with the same weight.
         arrived_pairs = self._rows.dispatch(
             route, gate_output.normed_rows, np.repeat(weights, self._ranks, axis=1)
         )

@@ -64,6 +64,7 @@ class ExpectedRanks:
         if layer not in self._index:  # one that only drafts tokens
             zeros = np.zeros(count, dtype=np.int64)
             return plan(zeros, zeros, self._group.size, "none")
+        # The tables predict from two layers, so the first two layers have no history.
         history = np.stack(self._past, axis=1) if len(self._past) == 2 else None
         ranks, sure = predict.predict(self._tables, self._index[layer], self._tokens, history)
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks

@@ -31,7 +31,7 @@ class RankPlace:
     socket: str
     """Unix socket of the first rank of this host."""
     secret: str
-    """Of the group, in hex."""
+    """The secret of the group, in hex."""
     local_rank: int
     """Number of the rank among those of its host."""
     ranks_per_host: int
@@ -75,6 +75,7 @@ def _over_hosts(place: RankPlace, announce: Callable[[RanksMeet], None]) -> Peer
         Place(place.node, place.nodes, place.local_rank, place.ranks_per_host),
         addresses.parse(place.listen),
     )
+    # The ranks of a host share its address, so each listens at a port of its own.
     if listen.port:
         listen = listen._replace(port=listen.port + place.local_rank)
     door = Door(str(listen), bytes.fromhex(place.secret))

@@ -108,6 +108,7 @@ class GroupPostAttention:
         block, attention_output = self._model.blocks[task.layer], part.attention_output
         assert attention_output is not None
         rows = block.output_projection(attention_output)
+        # Freed before the experts are computed, since memory is short here.
         part.attention_output = None
         for piece, collectives in self._pieces[task.micro_batch]:
             rows[piece] = self._feed_forward(collectives, task.layer, block, part.hidden[piece], rows[piece])

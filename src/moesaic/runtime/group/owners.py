@@ -39,6 +39,7 @@ class ExpertOwners:
         arrays = [*self.owners.values()]
         if self.tables is not None:
             arrays += [array for array in vars(self.tables).values() if isinstance(array, np.ndarray)]
+        # 31 bits, because ranks exchange notes as int32 numbers.
         return zlib.crc32(b"".join(array.tobytes() for array in arrays)) >> 1
 
     @property

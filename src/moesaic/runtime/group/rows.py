@@ -37,7 +37,7 @@ class ArrivedPairs:
 
 
 class RowCollectives(Protocol):
-    """One rank's collectives, used by one thread. All ranks make the same calls in the same order.
+    """The collectives that one rank calls from one thread. All ranks make the same calls in the same order.
 
     Every call raises ConnectionLost once a rank that it waits for is gone.
     """
@@ -127,6 +127,7 @@ class HostRows:
         self, rows: torch.Tensor, sizes: Sequence[int], order: IntArray | None = None
     ) -> torch.Tensor:
         gathered = self.group.all_gather(to_host(rows), order)
+        # A rank that sent another number of rows computes another step, so the group cannot go on.
         if len(gathered) != sum(sizes):
             self.close()
             raise ConnectionLost(f"the ranks sent {len(gathered)} rows where {sum(sizes)} were expected")

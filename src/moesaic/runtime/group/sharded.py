@@ -139,6 +139,7 @@ def _parse_message(message: bytes) -> tuple[TokenBatch, IntArray | None]:
     numbers = np.frombuffer(message[: len(message) // 8 * 8], np.int64)
     if len(numbers) < 2 or numbers[0] != _PREDICTION:
         return unpack(message), None
+    # A negative count must not read from the end of the message.
     count = int(numbers[1])
     batch, rows = unpack(message[8 * (2 + max(0, count)) :]), numbers[2 : 2 + max(0, count)].copy()
     if count != batch.num_rows:
@@ -153,7 +154,7 @@ class GroupPredictor:
     runner: RankRunner
 
     def begin(self, plan: StepPlan, result: StepResult, new_tokens: SampledTokens) -> WholeStep:
-        """See `Predictor`. Each rank still has the rows of `result`."""
+        """Begin the drafting on all ranks. Each rank still has the rows of `result`."""
         return self.runner.begin_prediction(*select_known_rows(plan, new_tokens))
 
 
@@ -176,7 +177,7 @@ class ShardedModel:
         """[n, h] all rows of the last step after the last block, where a layer goes on from them."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
-        """See `RunBatch`."""
+        """Compute a step. Returns the hidden states [m, h] of its logit_rows after the last block."""
         device = self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
         tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
@@ -186,7 +187,7 @@ class ShardedModel:
         return hidden[move_array(batch.logit_rows, device)]
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
-        """See `RunPrediction`."""
+        """Compute the layer that drafts tokens, over these rows [n] of the last step. Returns [m, h]."""
         kept_rows, device = self.select_kept_rows(rows), self.device
         attention = AttentionBatch.build(batch, self.block_size, device)
         tokens, positions = move_array(batch.token_ids, device), move_array(batch.positions, device)
@@ -223,7 +224,7 @@ class ShardedModel:
         hidden: torch.Tensor,
         host_token_ids: IntArray,
     ) -> Stages:
-        """As `stages`, of the layer that predicts the token after the next one.
+        """The stages of the layer that predicts the token after the next one.
 
         hidden: [n, h] of these rows after the last block. token_ids: [n] the token after each row.
         """

@@ -61,7 +61,7 @@ class SharedAttention:
         """The step that the other ranks have. They have those of recordings beside it."""
         self._recordings, self._empty_rows = 0, empty_rows
         self._recording: RecordedStages | None = None
-        """Of the step that is recorded now."""
+        """The attention of the step that is recorded now, or None."""
         weakref.finalize(self, rows.close)
 
     def stages(
@@ -73,7 +73,7 @@ class SharedAttention:
         attention: AttentionBatch,
         memory: LayerMemory,
     ) -> Exchanges:
-        """See `SharedHeads`. Returns [n, h], summed over all heads. It waits for the other ranks.
+        """Attend with all ranks. Returns [n, h], summed over all heads. It waits for the other ranks.
 
         After an error the group is closed, since the other ranks are in the middle of the layer.
         """
@@ -84,7 +84,7 @@ class SharedAttention:
 
     @contextmanager
     def recording(self, kind: Kind) -> Iterator[RecordedStages]:
-        """See `SharedHeads`. The other ranks record too."""
+        """A context in which a step is recorded. The other ranks record too."""
         self._recordings += 1
         hidden = self._empty_rows.new_zeros(kind.rows, self._empty_rows.shape[1])
         recorded_attention = gpu_parts.recorded_attention()
@@ -105,6 +105,7 @@ class SharedAttention:
         memory: LayerMemory,
     ) -> torch.Tensor:
         rows, sizes = self._rows, at_first(len(hidden), self._rows.group.size)
+        # All layers of a step have the same batch, so it is sent with the first one only.
         step = b"" if attention is self._sent_step else pack(attention.batch)
         self._announcer.announce(layer, step=step)
         self._sent_step = attention

@@ -180,6 +180,7 @@ def _exchange(
         round_parts[group.rank] = _EMPTY
         round_counts = [min(max(0, count - begin), ROUND) for count in counts]
         for received_of_rank, answer in zip(received, group.answer(round_parts, round_counts), strict=True):
+            # The answers are views of the transport's memory, which the next round overwrites.
             received_of_rank.append(answer.copy())
     return [np.concatenate([_EMPTY, *rounds_of_rank]) for rounds_of_rank in received]
 

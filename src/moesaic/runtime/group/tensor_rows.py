@@ -24,7 +24,7 @@ from moesaic.runtime.group.rows import ArrivedPairs
 
 
 class TensorPeers(Protocol):
-    """One rank's end of an exchange of tensors among the ranks of a group."""
+    """The end of one rank, by which the ranks of a group exchange tensors."""
 
     def exchange(self, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> torch.Tensor:
         """Send consecutive parts of `rows` [sum(send), ...] to the ranks, send[r] rows to rank r.
@@ -100,6 +100,7 @@ class DeviceRows:
         packets = dispatch(self.group, route, np.empty((len(hidden), 0), np.float32), weights)
         pairs = [packet.pairs for packet in packets]
         experts = np.concatenate([ids for _, ids in pairs]).astype(np.int64)
+        # A row is sent to a rank once, however many of its experts are there.
         receive = [len(packet.rows) for packet in packets]
         rows_of_ranks = [route.rows(rank) for rank in ranks]
         outgoing = hidden.index_select(0, move_array(np.concatenate(rows_of_ranks), device))
@@ -137,4 +138,5 @@ class DeviceRows:
     ) -> torch.Tensor:
         row_bytes = rows.element_size() * rows[:1].numel()
         self._sent_bytes[kind] += row_bytes * (len(rows) - send[self.group.rank])
+        # Peers send memory as it lies, so rows have to be contiguous.
         return self._peers.exchange(rows.contiguous(), send, receive)

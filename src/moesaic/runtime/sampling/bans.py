@@ -33,7 +33,7 @@ class WordBans:
         self._longest = longest
 
     def append(self, token: int) -> None:
-        """One more generated token."""
+        """Record one more generated token."""
         if self._longest:
             self._tail = [*self._tail, token][-self._longest :]
 

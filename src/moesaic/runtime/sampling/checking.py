@@ -31,7 +31,7 @@ class SampledTokens:
 
     tokens: IntArray
     logprobs: list[TokenLogprob | None]
-    """One per token; empty if no request wants any."""
+    """Log-probabilities of each token. Empty if no request wants any."""
     counts: IntArray | None = None
     """[p] new tokens of each request. None: one each."""
 
@@ -42,7 +42,7 @@ class _Check:
 
     request_id: int
     start: int
-    """Its first row among those that tokens may be sampled from."""
+    """Number of the first row of this request among those that tokens may be sampled from."""
     draft_tokens: list[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -79,7 +79,7 @@ def join_samples(parts: Sequence[SampledTokens]) -> SampledTokens:
 
 
 def _checks(plan: StepPlan) -> list[_Check]:
-    """One for each sampled sequence."""
+    """Make a check for each sampled sequence."""
     ids, counts = plan.batch.token_ids, plan.drafted.tolist()
     stops = plan.batch.query_starts[plan.sampled + 1].tolist()
     starts = (np.cumsum(plan.drafted + 1) - plan.drafted - 1).tolist()
@@ -101,6 +101,7 @@ def _sample_at_once(sampler: Sampler, checks: Sequence[_Check], logits: torch.Te
     tokens, report = sampler.sample_ahead(ids, offsets, _rows(logits, lines))
     going = True
     for place, (check, offset) in enumerate(places):
+        # Rows behind a wrong draft do not count. Those of the next request begin again at offset 0.
         if going or offset == 0:
             going = check.take(int(tokens[place]), report[place] if report else None)
     for check in checks:

@@ -40,7 +40,7 @@ class TokenCounts:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """One more generated token."""
+        """Record one more generated token."""
         self._frequencies[self._index_of(token)] += 1
 
     def _index_of(self, token: int) -> int:
@@ -99,7 +99,7 @@ class Adjustment:
         return np.concatenate([stops, np.array(words, dtype=np.int64)]) if words else stops
 
     def append(self, token: int) -> None:
-        """One more generated token."""
+        """Record one more generated token."""
         self._num_generated += 1
         if self.counts is not None:
             self.counts.append(token)
@@ -114,6 +114,7 @@ def adjust(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[Adju
     logits[biased_pairs] += move_array(np.array(bias, dtype=np.float32), logits.device)
     _penalise(logits, rows, adjustments)
     no_tokens = np.array([], dtype=np.int64)
+    # A request with bans may forbid all tokens, so `forbid` looks at its row alone.
     stops = [no_tokens if adjustment.has_bans else adjustment.forbidden_tokens for adjustment in adjustments]
     logits[_pairs(rows, stops, logits.device)] = -torch.inf
     for row, adjustment in zip(rows, adjustments, strict=True):
@@ -137,15 +138,18 @@ def _penalise(logits: torch.Tensor, rows: Sequence[int], adjustments: Sequence[A
         logits.device,
     )
 
-    def each(value: Callable[[SamplingParams], float]) -> torch.Tensor:
+    def repeat_values(value: Callable[[SamplingParams], float]) -> torch.Tensor:
         """[m] the value of its request for each pair."""
         numbers = np.array([value(params) for _, params, _ in penalised_rows], dtype=np.float32)
         return move_array(numbers.repeat(lengths), logits.device)
 
     pairs = _pairs([row for row, _, _ in penalised_rows], tokens, logits.device)
-    values, scale = logits[pairs], each(lambda params: params.repetition_penalty)
+    values, scale = logits[pairs], repeat_values(lambda params: params.repetition_penalty)
     values = torch.where(values > 0, values / scale, values * scale)
-    frequency, presence = each(lambda params: params.frequency_penalty), each(lambda p: p.presence_penalty)
+    frequency, presence = (
+        repeat_values(lambda params: params.frequency_penalty),
+        repeat_values(lambda p: p.presence_penalty),
+    )
     logits[pairs] = values - (frequency * frequencies + presence * (frequencies > 0))
 
 

@@ -45,7 +45,7 @@ class _Row:
     adjustment: Adjustment | None
     """How the request changes its logits. None where it does not change them."""
     constraint: Constraint | None
-    """Of a request with a structured output."""
+    """What a structured output allows next. None for every other request."""
 
 
 class Sampler:
@@ -93,7 +93,7 @@ class Sampler:
     def sample_ahead(
         self, request_ids: Sequence[int], offsets: Sequence[int], logits: torch.Tensor
     ) -> tuple[IntArray, list[TokenLogprob | None]]:
-        """As `sample`, `offsets` positions behind the next one of each request, which `advance` counts.
+        """Sample tokens at `offsets` positions behind the next one of each request, which `advance` counts.
 
         Raises ValueError if one of them is `in_order`.
         """
@@ -159,7 +159,7 @@ class Sampler:
     def _sample_others(
         self, request_ids: IntArray, logits: torch.Tensor, bad: set[int]
     ) -> tuple[IntArray, list[TokenLogprob | None]]:
-        """As `sample`, without the rows `bad`."""
+        """Sample the rows that are not in `bad`. Those get NO_TOKEN."""
         good = np.array([line for line in range(len(request_ids)) if line not in bad], dtype=np.int64)
         result = np.full(len(request_ids), NO_TOKEN, dtype=np.int64)
         report: list[TokenLogprob | None] = [None] * len(request_ids)
@@ -186,7 +186,7 @@ def find_nonfinite_rows(rows: torch.Tensor) -> list[int]:
 
 
 def token_logprobs(logprobs: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
-    """One record per row.
+    """The log-probabilities of the sampled tokens, with the likeliest alternatives of each row.
 
     logprobs: [n, vocab]. tokens: the n sampled tokens. count: alternatives in a record.
     """

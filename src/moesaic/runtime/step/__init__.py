@@ -1,1 +1,1 @@
-"""One step through the model: run operation by operation, replayed from a recording, or run by segments."""
+"""A step through the model: run operation by operation, replayed from a recording, or run by segments."""

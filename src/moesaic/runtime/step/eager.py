@@ -24,7 +24,7 @@ class EagerRunner:
         return self.begin_layers(range(len(self.stages.model.blocks)), batch)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
-        """See `SegmentRunner`."""
+        """Begin a step after the experts of the first `segment` routed layers."""
         first = self.stages.model.spec.moe_layers[segment - 1] + 1
         return self.begin_layers(range(first, len(self.stages.model.blocks)), batch, hidden)
 

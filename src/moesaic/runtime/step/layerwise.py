@@ -88,6 +88,7 @@ class LayerwiseRunner:
         if len(action.sources) != 1:
             return None
         previous_run = action.sources[0].run
+        # The scheduler passes the same batch on while its rows stay together, so identity tells.
         return self._take(previous_run) if self._runs[previous_run].batch is action.plan.batch else None
 
     def _take(self, run: int) -> _PendingRun | None:

@@ -92,7 +92,7 @@ class _RecordedStep:
     parts: list[Recording[Item]]
     """Each part ends at a request, at a merge, or at the end of the step."""
     result: StepResult
-    """Of every replay: its tensors are views of the memory that the recording writes."""
+    """The result of every replay. Its tensors are views of the memory that the recording writes."""
 
     def replay(self, batch: TokenBatch) -> StepGenerator:
         """The same operations on the rows of `batch`."""

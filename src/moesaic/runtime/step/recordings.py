@@ -35,7 +35,7 @@ class SharedMemory(Generic[RecordedStepT]):
 
     recorder: OperationRecorder
     steps: dict[tuple[int, ...], RecordedStepT] = field(default_factory=dict)
-    """By the numbers that decide which operations a step has."""
+    """The recorded steps, by the numbers that decide which operations a step has."""
 
 
 class RecordingRunner(ABC, Generic[RecordedStepT]):
@@ -73,14 +73,14 @@ class RecordingRunner(ABC, Generic[RecordedStepT]):
         return self._is_recorded(batch)
 
     def begin(self, batch: TokenBatch) -> RunningStep:
-        """See `StepRunner`."""
+        """Begin a step, which is replayed if steps of its kind are recorded."""
         if not self._is_recorded(batch):
             return self._eager.begin(batch)
         memory = self._take_memory()
         return self._running(partial(self._run, batch, memory), memory)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
-        """See `SegmentRunner`. These steps are not recorded."""
+        """Begin a step between two layers. Such steps are not recorded."""
         return self._eager.begin_at_segment(segment, batch, hidden)
 
     def _take_memory(self) -> SharedMemory[RecordedStepT]:

@@ -87,7 +87,7 @@ class SharedRows:
     run: Callable[[int], torch.Tensor | None]
     """Exchanges so many rows, the first ones of the step. Those behind them are padded rows."""
     shape: tuple[int, ...] | None = None
-    """Of what `run` returns for all rows of the step. None: it returns None."""
+    """Shape of what `run` returns for all rows of the step. None: it returns None."""
 
 
 StepGenerator = Generator[ExpertRequest | PendingMerge | SharedRows | None, torch.Tensor | None, StepResult]
@@ -133,7 +133,7 @@ class RunningStep:
         self._generator = generator
 
     def advance(self) -> StepResult | None:
-        """See `Step`."""
+        """Go on as far as the experts have answered. Returns the result at the end, else None."""
         while True:
             answer = None if self.handle is None else self._experts.poll(self.handle)
             if self.handle is not None and answer is None:
@@ -147,6 +147,7 @@ class RunningStep:
 
         answer: [n, k, h] of the request before; None at the beginning.
         """
+        # Cleared first: after an error this step waits for nothing.
         answered_handle, self.handle, self.pending = self.handle, None, None
         try:
             request = self._generator.send(answer)
@@ -154,6 +155,7 @@ class RunningStep:
             result: StepResult = end.value
             return result
         finally:
+            # Only now: the generator has merged the answer when it yields or returns.
             if answered_handle is not None:
                 self._experts.release(answered_handle)
         assert isinstance(request, ExpertRequest)
@@ -205,7 +207,7 @@ class WholeStep:
         self._compute = compute
 
     def advance(self) -> StepResult:
-        """See `Step`."""
+        """Compute the whole step."""
         return self._compute()
 
 
@@ -221,7 +223,7 @@ class SegmentRunner(Protocol):
     """A StepRunner whose steps can begin between two layers."""
 
     def begin(self, batch: TokenBatch) -> RunningStep:
-        """See `StepRunner`."""
+        """Begin a step. `Step.advance` computes it."""
         ...
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:

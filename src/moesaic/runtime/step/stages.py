@@ -73,7 +73,7 @@ class SharedHeads(Protocol):
         attention: AttentionBatch,
         memory: LayerMemory,
     ) -> Exchanges:
-        """As `until_output_projection`, summed over all heads. It yields nothing but in `recording`."""
+        """The stages up to the output projection, summed over all heads. They yield only in `recording`."""
         ...
 
     def recording(self, kind: Kind) -> AbstractContextManager[RecordedHeads]:

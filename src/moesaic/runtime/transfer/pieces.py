@@ -31,11 +31,11 @@ class PieceHeader:
     """Counted among the layers with keys and values."""
     num_layers: int
     first_block: int
-    """Its first block, counted from the request's first one."""
+    """The first block of the piece, counted from the request's first one."""
     num_blocks: int
     tokens: int
-    """In the last piece: tokens whose KV was sent, over all pieces. Else 0. The states follow the last
-    piece's blocks."""
+    """Tokens whose KV was sent over all pieces, in the last piece. Else 0. The states follow the blocks of
+    the last piece."""
 
     @property
     def is_last(self) -> bool:
@@ -64,6 +64,7 @@ def parse(data: bytes, size: int, memory: CopiedMemory, block_size: int) -> Piec
         raise DamagedMessage(f"a piece of KV of {size} bytes")
     header = PieceHeader(*_HEADER.unpack(data))
     end = header.first_block + header.num_blocks
+    # The tokens of a transfer end inside its last block.
     full = not header.is_last or (end - 1) * block_size < header.tokens <= end * block_size
     has_known_layers = header.layers.stop <= memory.num_layers and bool(header.layers) == bool(
         memory.num_layers

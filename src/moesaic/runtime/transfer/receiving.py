@@ -170,10 +170,12 @@ class KVReceiver(Transfers):
         """Keep a piece. Raises DamagedMessage for one that does not fit to those before it."""
         memory, size = self._memory, len(incoming.request)
         header = parse(bytes(incoming.request[:HEADER_BYTES]), size, memory, self._block_size)
+        # A copy, because the transport uses the memory of the request again.
         data = np.frombuffer(incoming.request[HEADER_BYTES:], np.uint8).copy()
         with self._lock:
             if header.transfer not in self._closed_transfers:
                 self._keep(source, header, data)
+        # Also for a dropped transfer: the sender waits for every piece before it reuses memory.
         incoming.publish(ONLY_ROW)
         if header.is_last:
             self._report(messages.KVReceived(header.transfer))

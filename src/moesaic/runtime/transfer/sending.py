@@ -61,7 +61,7 @@ class _Piece:
     header: PieceHeader
     data: tuple[Bytes, ...]
     chunk: _Chunk
-    """With which it was computed."""
+    """The chunk of the prompt with which the piece was computed."""
 
     @property
     def num_bytes(self) -> int:
@@ -202,9 +202,9 @@ class _Rows:
     num_computed: int
     """Tokens whose KV is known once the step has ended."""
     table: IntArray
-    """Its blocks."""
+    """Numbers of the request's KV blocks, in the order of its tokens."""
     states: tuple[int, int] | None
-    """See `_places`."""
+    """Page and seat of the request's state, or None for a model without states."""
 
 
 class KVSender(Transfers):
