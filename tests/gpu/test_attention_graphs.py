@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
 @pytest.fixture(autouse=True)
 def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted then depends on no clock."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
 
 
 @contextmanager
