@@ -66,7 +66,7 @@ def ranks(nccl: bool, size: int) -> Iterator[list[GraphPeers]]:
     try:
         with (
             np.errstate(all="ignore"), sanitized(), graphs(),
-            mock.patch.object(build_rank, "connect", connect),
+            mock.patch.object(build_rank, "connect_rows", connect),
             mock.patch.object(build_rank, "RankLauncher", launcher),
         ):  # fmt: skip
             yield ends

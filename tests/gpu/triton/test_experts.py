@@ -180,7 +180,7 @@ def test_gated_mlp(kind: str) -> None:
         there = [QuantizedMatrix(one.stored_rows.to(DEVICE), one.columns, kind) for one in weights]
     else:
         weights = [torch.randn(*shape).bfloat16() for shape in shapes]
-        there = [one.decode_worker(DEVICE) for one in weights]
+        there = [one.to(DEVICE) for one in weights]
     rows = torch.randn(3, 40)
     tolerance = EXACT if kind == "int4" else 2 * ROUNDED
     close(TRITON.gated_mlp(rows.to(DEVICE), *there), REFERENCE.gated_mlp(rows, *weights), tolerance)
