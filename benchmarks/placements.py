@@ -55,7 +55,7 @@ from moesaic.jobs.profiling import run as profiling
 from moesaic.jobs.profiling.options import ProfileOptions
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
-from moesaic.policy.placement import held_out
+from moesaic.policy.placement import holdout
 from moesaic.policy.placement.locality import balancedness, homes_of, request_level, token_level
 from moesaic.policy.placement.solvers import SOLVERS
 
@@ -80,7 +80,7 @@ def trial(solver: str, learned: Profile, others: Routes, ranks: int, seed: int, 
     clusters = SOLVERS[solver](learned, ranks, seed, show)
     seconds = time.perf_counter() - begun
     placement = clusters.placement(learned.layers, learned.model)
-    found = held_out.measure_placement(learned, clusters, placement, others)
+    found = holdout.measure_placement(learned, clusters, placement, others)
     return {
         "solver": solver,
         "seconds": seconds,
@@ -160,7 +160,7 @@ def by_topic(profile: Profile, share: float, seed: int, learn: Learn) -> dict[st
     for number, topic in enumerate(profile.topics):
         mine = np.flatnonzero(profile.routes.topics == number)
         if len(mine) > 1:
-            learned, others = held_out.split(profile.with_routes(profile.routes.select(mine)), share, seed)
+            learned, others = holdout.split(profile.with_routes(profile.routes.select(mine)), share, seed)
             found[topic] = learn(learned), others
     return found
 
@@ -185,7 +185,7 @@ def carried_over(
     clusters = SOLVERS[solver](learned, ranks, seed, show)
     placement = clusters.placement(learned.layers, learned.model)
     found = {
-        name: held_out.measure_placement(learned, clusters, placement, routes)
+        name: holdout.measure_placement(learned, clusters, placement, routes)
         for name, routes in tests.items()
     }
     rates = {name: {"token": one.token.rate, "request": one.request.rate} for name, one in found.items()}
@@ -204,7 +204,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = len(sources) * len(arguments.seeds) * len(arguments.ranks) * [BOUND, *arguments.solvers]
     with Clock(steps + len(parts) * len(arguments.ranks) * arguments.solvers) as clock:
         for (name, make, complete), seed in product(sources, arguments.seeds):
-            learned, others = held_out.split(make(seed), arguments.share, seed)
+            learned, others = holdout.split(make(seed), arguments.share, seed)
             learned = complete(learned)
             found["sizes"].setdefault(name, []).append(size_of(learned, others))
             for ranks in arguments.ranks:
@@ -228,7 +228,7 @@ def size_of(learned: Profile, others: Routes) -> Row:
         "learned_tokens": learned.tokens,
         "held_out_requests": others.requests,
         "held_out_tokens": len(others.tokens),
-        "unseen": held_out.unseen(learned, others),
+        "unseen": holdout.measure_unseen(learned, others),
     }
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core import paced_devices
-from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 from moesaic.planning.sim import durations
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.scenario import parse
@@ -51,7 +51,7 @@ def cells(only: dict[str, list[str]]) -> list[Cell]:
 
 def model_of(name: str) -> ModelSizes:
     """The model with fewer layers."""
-    return replace(KNOWN[name], layers=CELLS["layers"], moe_layers=CELLS["layers"])
+    return replace(PUBLISHED_MODELS[name], layers=CELLS["layers"], moe_layers=CELLS["layers"])
 
 
 def devices_of(table: dict[str, Any], model: ModelSizes) -> dict[str, Any] | str:
@@ -62,7 +62,9 @@ def devices_of(table: dict[str, Any], model: ModelSizes) -> dict[str, Any] | str
         return str(table["machine"])
     read = model.expert_bytes / table["gb_per_s"] * 1e-6
     """Milliseconds to read an expert."""
-    others = (model.outside - model.embeddings) * model.number / model.layers / table["gb_per_s"] * 1e-6
+    others = (
+        (model.other_parameters - model.embeddings) * model.number / model.layers / table["gb_per_s"] * 1e-6
+    )
     run, rows = 1e-3 * table["run_us"], table["rows"]
     return {
         "source": "two cores",

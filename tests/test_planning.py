@@ -235,7 +235,7 @@ def test_passes_that_began_without_their_first_layer_waited_for_it(path: Path) -
     done = PassStats(False, policy.micro_batches, policy.batch, passes=5, context=5 * policy.batch * 35)
     away = (found.model.experts - policy.static_experts) * found.model.expert * found.model.number
     more = found.predict_seconds(replace(done, cold=2)) - found.predict_seconds(done)
-    assert more == pytest.approx(2 * away / HARDWARE.link.down)
+    assert more == pytest.approx(2 * away / HARDWARE.link.down_bandwidth)
     more = found.predict_seconds(replace(done, cold=2), link=3e6) - found.predict_seconds(done, link=3e6)
     assert more == pytest.approx(2 * away / 3e6)
 
@@ -267,9 +267,11 @@ def test_a_faster_link_is_one_that_is_read_faster(path: Path) -> None:
     done = PassStats(False, policy.micro_batches, policy.batch, passes=1, context=policy.batch * 35)
     layers = (found.model.experts - policy.static_experts) * found.model.expert * found.model.number
     assert found.predict_seconds(done, link=1e5) == pytest.approx(found.model.layers * layers / 1e5, rel=0.05)
-    slow = replace(found.hardware.slow, bandwidth=HARDWARE.link.down)
+    slow = replace(found.hardware.slow, bandwidth=HARDWARE.link.down_bandwidth)
     alike = replace(found, hardware=replace(found.hardware, slow=slow))
-    assert alike.predict_seconds(done, link=10 * HARDWARE.link.down) < 0.2 * alike.predict_seconds(done)
+    assert alike.predict_seconds(done, link=10 * HARDWARE.link.down_bandwidth) < 0.2 * alike.predict_seconds(
+        done
+    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from moesaic.commands.plan import find_model
 from moesaic.commands.plan import plan as plan_command
 from moesaic.commands.plan_options import Plan
 from moesaic.config import KernelName, ModelConfig, OffloadConfig, WorkerConfig
-from moesaic.cost.assumed import assumed
+from moesaic.cost.assumptions import list_assumptions
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import machine
 from moesaic.kernels import table
@@ -94,8 +94,8 @@ def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> 
     loaded, layout = offloaded.load(found.worker, offload, None)
     assert found.model.expert_bytes == layout.expert_bytes
     if form != "columns":  # these are counted as all of one type
-        assert found.model.other == pytest.approx(loaded.model.num_bytes)
-    assert found.model.other >= 0.9 * loaded.model.num_bytes
+        assert found.model.other_bytes == pytest.approx(loaded.model.num_bytes)
+    assert found.model.other_bytes >= 0.9 * loaded.model.num_bytes
     memory = StreamedConvertedExperts.memory_for(
         path, layout, {layer: range(offload.static_experts) for layer in layout.layers}
     )
@@ -116,23 +116,26 @@ def test_the_bytes_of_the_files_are_read(written: Written, form: str) -> None:
     every = sum(place.size for name, place in places if ".mlp.experts." in name)
     assert model.read == every / layout.num_experts / len(layout.layers)
     assert model.conversion == ("columns" if form == "columns" else layout.largest)
-    assert model.quantized == (None if form == "columns" else layout.largest)
+    assert model.quantized_dtype == (None if form == "columns" else layout.largest)
 
 
 def loads(model: Any, hardware: Any, experts: int) -> float:
     """Seconds to load so many experts of a layer as one page."""
     policy = Policy("cgopipe", 4, 1, False, static_experts=model.experts - experts)
     table = Durations(model, hardware, Workload(30, 10, 4.0)).decode(policy)
-    return table[Kind.LOAD_PAGE, Lane.DOWN]
+    return table[Kind.LOAD_PAGE, Lane.LINK_DOWN]
 
 
 def test_reading_and_converting_take_time(written: Written) -> None:
     model = read_checkpoint_sizes(written["packed int4"], "x", table.pick("cpu"))
     assert model.read is not None and model.read < model.expert_bytes
-    assert loads(model, HARDWARE, 6) == pytest.approx(6 * model.read / HARDWARE.link.down)
+    assert loads(model, HARDWARE, 6) == pytest.approx(6 * model.read / HARDWARE.link.down_bandwidth)
     rates = replace(HARDWARE, link=replace(HARDWARE.link, conversions=(("fp8", 1.0), ("int4", 1e6))))
-    assert loads(model, rates, 6) == pytest.approx(6 * model.read * (1 / HARDWARE.link.down + 1e-6))
-    busy = {Lane.DOWN: loads(model, rates, 6), **dict.fromkeys((Lane.UP, Lane.STAGING, Lane.SLOW), 0.0)}
+    assert loads(model, rates, 6) == pytest.approx(6 * model.read * (1 / HARDWARE.link.down_bandwidth + 1e-6))
+    busy = {
+        Lane.LINK_DOWN: loads(model, rates, 6),
+        **dict.fromkeys((Lane.LINK_UP, Lane.STAGING, Lane.SLOW), 0.0),
+    }
     policy = Policy("cgopipe", 4, 1, False)
     read = Durations(model, rates, Workload(30, 10, 4.0)).slow_memory(policy, busy)
     assert read == pytest.approx(6 * model.read / rates.slow.bandwidth), "converting is no work of the disk"
@@ -142,28 +145,28 @@ def test_reading_and_converting_take_time(written: Written) -> None:
 
 def test_what_no_figure_says_is_told(written: Written) -> None:
     model = read_checkpoint_sizes(written["packed int4"], "x", table.pick("cpu"))
-    [computing, converting] = assumed(model, HARDWARE)
+    [computing, converting] = list_assumptions(model, HARDWARE)
     assert "experts in int4 compute at the roofline of their bytes" in computing
     assert "converting quantised experts to int4 takes no time" in converting
     assert HARDWARE.fast.processor is not None
     known = replace(HARDWARE.fast.processor, experts=((1.0, 1e9),))
     fast = replace(HARDWARE.fast, processor=known)
-    [computing, _] = assumed(model, replace(HARDWARE, fast=fast))
+    [computing, _] = list_assumptions(model, replace(HARDWARE, fast=fast))
     assert "at the rates of unquantised ones" in computing
-    fast = replace(HARDWARE.fast, processor=replace(known, packed=(("int4", ((1.0, 2e9),)),)))
+    fast = replace(HARDWARE.fast, processor=replace(known, packed_rates=(("int4", ((1.0, 2e9),)),)))
     link = replace(HARDWARE.link, conversions=(("int4", 1e9),))
-    assert assumed(model, replace(HARDWARE, fast=fast, link=link)) == []
+    assert list_assumptions(model, replace(HARDWARE, fast=fast, link=link)) == []
     columns = read_checkpoint_sizes(written["columns"], "x", table.pick("cpu"))
-    assert len(assumed(columns, HARDWARE)) == 1
+    assert len(list_assumptions(columns, HARDWARE)) == 1
 
 
 def test_experts_have_the_rates_of_their_type(written: Written) -> None:
     model = read_checkpoint_sizes(written["fp8 blocks"], "x", table.pick("cpu"))
     assert HARDWARE.fast.processor is not None
-    known = replace(HARDWARE.fast.processor, experts=((1.0, 1e9),), packed=(("fp8", ((1.0, 4e9),)),))
+    known = replace(HARDWARE.fast.processor, experts=((1.0, 1e9),), packed_rates=(("fp8", ((1.0, 4e9),)),))
     workload, policy = Workload(30, 10, 4.0), Policy("on-demand", 4, 1, False)
     took = []
-    for one in (known, replace(known, packed=())):
+    for one in (known, replace(known, packed_rates=())):
         hardware = replace(HARDWARE, fast=replace(HARDWARE.fast, processor=one))
         took.append(Durations(model, hardware, workload).decode(policy)[Kind.EXPERTS, Lane.FAST])
     assert took[1] == pytest.approx(4 * took[0])
@@ -197,7 +200,7 @@ def test_on_a_gpu_it_is_planned_as_tritons_kernels_compute_it(written: Written) 
     """RAM has the memory for conversions, and the link carries experts as they are on the GPU."""
     options = Plan(model=str(written["packed int4"]), hardware="l4", prompt_len=30, gen_len=8)
     found = plan_command(options)
-    assert (found.model.quantized, found.model.staging) == ("int4", 0.0)
+    assert (found.model.quantized_dtype, found.model.staging) == ("int4", 0.0)
     assert found.model.read_bytes == found.model.expert_bytes
     assert len(found.assumptions) == 3 and "Assumed: --kernels triton." in found.assumptions[2]
     found = plan_command(replace(options, model=str(written["columns"])))
@@ -226,7 +229,7 @@ def test_a_config_alone_is_planned_too(written: Written, form: str) -> None:
     assert alone.expert_bytes == whole.expert_bytes
     assert alone.read == pytest.approx(whole.read, rel=0.04) and alone.read < alone.expert_bytes
     assert alone.staging == pytest.approx(whole.staging, rel=0.6)
-    assert alone.other == pytest.approx(whole.other, rel=0.1)
+    assert alone.other_bytes == pytest.approx(whole.other_bytes, rel=0.1)
 
 
 def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
@@ -235,7 +238,7 @@ def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
     outside = registry.bytes_outside_experts(path, table.pick("cpu"))
     layout = registry.expert_layout(path, table.pick("cpu"))
     assert outside == load_model(ModelConfig(str(path)), elsewhere=layout).model.num_bytes
-    assert outside < 4 * read_checkpoint_sizes(path, "x", table.pick("cpu")).other / GIB * GIB
+    assert outside < 4 * read_checkpoint_sizes(path, "x", table.pick("cpu")).other_bytes / GIB * GIB
 
 
 def test_experts_in_bf16_among_quantised_matrices(written: Written) -> None:
@@ -243,5 +246,5 @@ def test_experts_in_bf16_among_quantised_matrices(written: Written) -> None:
     model, layout = read_checkpoint_sizes(path, "x", kernels), registry.expert_layout(path, kernels)
     assert (layout.dtype, model.conversion) == ("bfloat16", None)
     assert model.expert_bytes == layout.expert_bytes
-    assert model.other == pytest.approx(registry.bytes_outside_experts(path, kernels))
-    assert assumed(model, HARDWARE) == []
+    assert model.other_bytes == pytest.approx(registry.bytes_outside_experts(path, kernels))
+    assert list_assumptions(model, HARDWARE) == []

@@ -115,10 +115,14 @@ def test_passes_of_a_rank_are_predicted_by_its_part(path: Path) -> None:
     """Half of the experts over half of the disk."""
     options: dict[str, Any] = {"offload_schedule": "cgopipe", "micro_batch_size": 4, "micro_batches": 4}
     one, two = (planned(path, cap, ranks, **options) for cap, ranks in (("6MiB", 1), ("4MiB", 2)))
-    assert two.hardware.link.down == one.hardware.link.down / 2 == HARDWARE.link.down / 2
+    assert (
+        two.hardware.link.down_bandwidth
+        == one.hardware.link.down_bandwidth / 2
+        == HARDWARE.link.down_bandwidth / 2
+    )
     done = PassStats(False, 4, 16, passes=3, context=3 * 16 * 35)
     streamed = [
-        (found.model.experts - found.price.policy.static_experts) / found.hardware.link.down
+        (found.model.experts - found.price.policy.static_experts) / found.hardware.link.down_bandwidth
         for found in (one, two)
     ]
     assert two.predict_seconds(done) == pytest.approx(
@@ -141,7 +145,7 @@ def test_every_rank_on_a_gpu_keeps_to_the_cap(path: Path, schedule: str) -> None
     if not offload.slow_cache:
         held += int(found.worker.cache.kv_cache_memory) // 2 - found.price.fast["cache"]
     assert held <= USABLE * 4 * MIB
-    assert found.hardware.link.down == GPU.link.down / 2
+    assert found.hardware.link.down_bandwidth == GPU.link.down_bandwidth / 2
     assert found.hardware.fast.bandwidth == GPU.fast.bandwidth
 
 

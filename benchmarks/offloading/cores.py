@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def sizes_of(path: Path) -> ModelSizes:
     """The sizes of a pass. Logits are computed after it."""
     raw = files.read_json(path / "config.json")
-    return replace(read(raw, str(path.name)), computed=float(FLOAT32), vocab=0)
+    return replace(read(raw, str(path.name)), activation_number=float(FLOAT32), vocab=0)
 
 
 def _context(
@@ -144,7 +144,11 @@ def turns(sessions: Sequence[One], speeds: Sequence[float], rounds: int) -> Iter
 
 
 def priced(sizes: ModelSizes, machine: Hardware, workload: Workload, speed: float) -> Pricing:
-    return Pricing(sizes, replace(machine, link=replace(machine.link, down=speed, up=speed)), workload)
+    return Pricing(
+        sizes,
+        replace(machine, link=replace(machine.link, down_bandwidth=speed, up_bandwidth=speed)),
+        workload,
+    )
 
 
 def decode_row(
@@ -180,7 +184,7 @@ def _row(policy: Policy, passes: Sequence[Pass], price: Phase, tokens: int) -> d
         "priced": tokens / price.seconds,
         "busy": {
             lane.value: statistics.median(one.times.busy[lane] for one in passes) / seconds
-            for lane in (Lane.FAST, Lane.SLOW, Lane.DOWN, Lane.UP)
+            for lane in (Lane.FAST, Lane.SLOW, Lane.LINK_DOWN, Lane.LINK_UP)
         },
         "priced_busy": {name: busy / price.seconds for name, busy in price.busy.items()},
     }
@@ -265,7 +269,7 @@ def _table(rows: Sequence[dict[str, Any]], title: str) -> Table:
             f"{ours / theirs:.2f}",
             ", ".join(
                 f"{row['busy'][lane.value]:.0%} ({row['priced_busy'][lane.value]:.0%})"
-                for lane in (Lane.FAST, Lane.SLOW, Lane.DOWN)
+                for lane in (Lane.FAST, Lane.SLOW, Lane.LINK_DOWN)
             ),
         )
     return table

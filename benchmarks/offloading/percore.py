@@ -193,7 +193,7 @@ def _prompts(sizes: ModelSizes, prompt: int, attention: float, rate: float) -> f
     """Flops/s of all but experts over a prompt: products reach `rate`, attention takes so many seconds."""
     attended = ops.causal_attention(sizes, 1, prompt, 4.0)
     work = ops.query_key_value(sizes, prompt) + ops.output_projection(sizes, prompt)
-    work += ops.gate(sizes, prompt) + ops.shared(sizes, prompt)
+    work += ops.gate(sizes, prompt) + ops.shared_experts(sizes, prompt)
     return (work + attended).flops / (work.flops / rate + attention)
 
 

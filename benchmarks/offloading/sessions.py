@@ -155,7 +155,7 @@ def routing(model: str, job: Job, token_bytes: int, experts: int, steps: int = 8
         pass
     rows = np.concatenate(seen)
     rows = rows[rows["position"] >= job.context]
-    return Routing.seen(
+    return Routing.from_rows(
         [rows["experts"][rows["request"] == one] for one in np.unique(rows["request"])], experts
     )
 

@@ -54,13 +54,13 @@ from figures import Figure, Row, main
 
 from moesaic.cost import ops, roofline
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN, GroupedQuery
+from moesaic.cost.sizes import PUBLISHED_MODELS, GroupedQuery
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.figures import Figures
 from moesaic.planning.sim.scenario import parse
 
 HERE = Path(__file__).parent
-MODEL = KNOWN["mixtral-8x7b"]
+MODEL = PUBLISHED_MODELS["mixtral-8x7b"]
 WORKLOADS = {
     "short": ([30, 70], [70, 130]),
     "medium": ([50, 150], [50, 250]),
@@ -307,7 +307,7 @@ def breakdown(options: argparse.Namespace) -> Iterator[Row]:
         expert = replace(MODEL, experts=1, top_k=1)
         for what, stated, count, all_of_it in (
             ("attention", 2.7, rows, work),
-            ("experts", 0.8, pairs, ops.routed(expert, pairs)),
+            ("experts", 0.8, pairs, ops.routed_experts(expert, pairs)),
         ):
             least = 1000 * roofline.seconds(all_of_it, level)
             row = {"devices": devices, "step": what, "rows": count, "stated_ms": stated, "roofline_ms": least}

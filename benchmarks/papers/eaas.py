@@ -47,13 +47,13 @@ from typing import Any
 
 from figures import Figure, Row, main
 
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.figures import Figures
 from moesaic.planning.sim.scenario import parse
 
 LAYERS = 8
-MODEL = replace(KNOWN["deepseek-v3"], layers=LAYERS, moe_layers=LAYERS)
+MODEL = replace(PUBLISHED_MODELS["deepseek-v3"], layers=LAYERS, moe_layers=LAYERS)
 REQUESTS = 64
 """Requests for each GPU: 4096 on 64."""
 
@@ -173,7 +173,7 @@ def _loaded(
 
 def _speed(found: Figures, requests: int) -> dict[str, float]:
     """Tokens/s with all layers, and milliseconds between two tokens."""
-    itl = found.itl.mean * KNOWN["deepseek-v3"].moe_layers / LAYERS
+    itl = found.itl.mean * PUBLISHED_MODELS["deepseek-v3"].moe_layers / LAYERS
     return {"tokens_per_second": round(requests / itl), "itl_ms": round(1000 * itl, 1)}
 
 

@@ -41,7 +41,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost import ops, roofline
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.policy.offloading import planner
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.policies import Policy, Workload
@@ -49,7 +49,7 @@ from moesaic.policy.offloading.pricing import Pricing
 
 FLEXGEN = {"S1": (12.1, 12.3, 9.5, 9.6), "S2": (29.2, 34.9, 37.2, 28.8)}
 """Setting -> FlexGen's measured tokens/s for answers of LENGTHS tokens (figure 7)."""
-MIXTRAL = KNOWN["mixtral-8x7b"]
+MIXTRAL = PUBLISHED_MODELS["mixtral-8x7b"]
 LAYER = {(32, 128): (1.41, 0.44), (256, 2048): (173.9, 44.6)}
 """(micro-batch, context) -> milliseconds of KV transfer and CPU attention in figure 9, at its corners."""
 EXPERTS = {32: 12.2, 64: 12.3, 128: 12.5, 256: 13.0}
@@ -135,9 +135,9 @@ def latencies(options: argparse.Namespace) -> Iterator[Row]:
     del options
     machine = MACHINES["l4"]
     for rows in EXPERTS:
-        experts = roofline.seconds(ops.routed(MIXTRAL, rows), machine.fast)
+        experts = roofline.seconds(ops.routed_experts(MIXTRAL, rows), machine.fast)
         for context in (128, 512, 2048):
-            moved = MIXTRAL.cache(rows * context, 2.0) / machine.link.down
+            moved = MIXTRAL.cache(rows * context, 2.0) / machine.link.down_bandwidth
             attended = ops.attention(MIXTRAL, rows, context, 2.0)
             kv, attention = LAYER.get((rows, context), (None, None))
             yield {

@@ -17,7 +17,7 @@ from moe_lightning_settings import FLEXGEN, Published, settings
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import machine
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.policy.offloading import planner
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.policies import Policy, Workload
@@ -136,7 +136,7 @@ with n = 128."""
 
 def cross() -> Iterator[Cross]:
     """The cells of Table 5."""
-    model, workload = KNOWN["mixtral-8x7b"], Workload(418, 128)
+    model, workload = PUBLISHED_MODELS["mixtral-8x7b"], Workload(418, 128)
 
     def priced(hardware: Hardware, policy: Policy) -> float:
         return Pricing(model, hardware, workload).price(policy).throughput

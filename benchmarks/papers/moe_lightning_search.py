@@ -93,7 +93,7 @@ def price(setting: Setting, mu: int, count: int) -> Priced:
     most = (GPU_SHARE * hardware.fast.memory * setting.gpus - fixed - 2 * experts) / (experts * (layers - 2))
     least = 1 - (CPU_SHARE * hardware.slow.memory - kept) / (experts * (layers + 2))
     static = min(max(most, 0.0), 1.0)
-    link = experts * (1 - static) / hardware.link.down
+    link = experts * (1 - static) / hardware.link.down_bandwidth
     gpu, cpu = count * _gpu_seconds(setting, mu), count * _cpu_seconds(setting, mu)
     steps = (setting.generate - 1) * layers * max(link, gpu, cpu)
     return Priced(
@@ -164,7 +164,7 @@ def prefill_seconds(setting: Setting, batch: int) -> float:
     assert processor is not None
     flops = 2.0 * batch * setting.prompt * model.top_k * model.expert
     compute = flops / (processor.flops * processor.prefill * setting.gpus)
-    return model.layers * max(compute, _experts(model) / setting.hardware.link.down)
+    return model.layers * max(compute, _experts(model) / setting.hardware.link.down_bandwidth)
 
 
 def with_prefill(setting: Setting, found: Priced) -> float:
@@ -183,21 +183,21 @@ def _gpu_fixed(setting: Setting, mu: int, batch: int) -> float:
     of prefill."""
     model, gpus, s = setting.model, setting.gpus, setting.prompt
     attention, hidden = _grouped(model), model.hidden
-    other = 2.0 * model.layers * sum(attention.projected(hidden))
+    other = 2.0 * model.layers * sum(attention.projection_sizes(hidden))
     decode = 4.0 * hidden * batch * gpus
     rows = (
         8.0 * hidden * mu * s
         if setting.residual_offloaded
         else 4.0 * hidden * mu * s + 2.0 * hidden * batch * s
     )
-    prefill = rows * (1 if setting.residual_offloaded else gpus) + 4.0 * s * attention.cached * mu
+    prefill = rows * (1 if setting.residual_offloaded else gpus) + 4.0 * s * attention.cache_width * mu
     workspace = WORKSPACE * 2 * mu * model.top_k * s * (hidden * gpus + 3 * model.expert_width)
     return other + max(decode, prefill) + workspace
 
 
 def _cpu_kept(setting: Setting, batch: int) -> float:
     """Bytes in RAM besides experts: the cache, and the hidden states of all prompts."""
-    s, cached = setting.prompt, _grouped(setting.model).cached
+    s, cached = setting.prompt, _grouped(setting.model).cache_width
     cache = 2.0 * cached * (s + setting.generate) * batch * setting.model.layers
     return cache + 2.0 * setting.model.hidden * batch * s * setting.gpus
 
@@ -220,7 +220,7 @@ def _cpu_seconds(setting: Setting, mu: int) -> float:
     assert level.processor is not None
     context = setting.prompt + setting.generate
     flops = mu * context * attention.heads * (2 * attention.width + 2)
-    moved = 2.0 * mu * (2 * attention.query + context * attention.cached)
+    moved = 2.0 * mu * (2 * attention.query + context * attention.cache_width)
     return max(flops / level.processor.flops, moved / level.bandwidth)
 
 

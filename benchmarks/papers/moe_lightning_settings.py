@@ -15,9 +15,9 @@ from moe_lightning_search import Setting
 
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import machine
-from moesaic.cost.sizes import KNOWN
-from moesaic.policy.offloading.flexgen import FITTED
-from moesaic.policy.offloading.flexgen import Found as FlexGenFound
+from moesaic.cost.sizes import PUBLISHED_MODELS
+from moesaic.policy.offloading.flexgen import FITTED_CONSTANTS
+from moesaic.policy.offloading.flexgen import FlexGenPolicy as FlexGenFound
 from moesaic.policy.offloading.flexgen import search as flexgen_search
 from moesaic.policy.offloading.policies import Workload
 
@@ -63,7 +63,7 @@ def setting(
 ) -> Setting:
     """Make a setting. free, bandwidth: free memory and bandwidth of the host's RAM, in GiB and GiB/s."""
     hardware = machine(gpu).with_slow(free * GIB, bandwidth * GIB)
-    return Setting(KNOWN[model], hardware, prompt, generate, gpus, residual_offloaded)
+    return Setting(PUBLISHED_MODELS[model], hardware, prompt, generate, gpus, residual_offloaded)
 
 
 def settings() -> Iterator[Published]:
@@ -151,8 +151,8 @@ class FlexGenPublished:
 
     def search(self, walk: bool = False) -> FlexGenFound:
         """Repeat FlexGen's search. walk: as in `flexgen.search`."""
-        model = KNOWN["mixtral-8x7b"]
-        return flexgen_search(model, FITTED[self.gpu], Workload(self.prompt, self.generate), walk)
+        model = PUBLISHED_MODELS["mixtral-8x7b"]
+        return flexgen_search(model, FITTED_CONSTANTS[self.gpu], Workload(self.prompt, self.generate), walk)
 
 
 FLEXGEN = tuple(

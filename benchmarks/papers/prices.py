@@ -80,15 +80,15 @@ def layer(
     """A layer for these rows of all ranks together. attended: a rank's attention. local: see `Links`."""
     rank = part(model)
     work = ops.query_key_value(rank, rows) + ops.output_projection(rank, rows) + attended
-    work += ops.gate(rank, rows / RANKS) + ops.shared(rank, rows / RANKS)
+    work += ops.gate(rank, rows / RANKS) + ops.shared_experts(rank, rows / RANKS)
     row = model.hidden * 2.0
     once = links.gather(rows, row)
     if form == "tp":
         sliced = replace(model, expert_width=model.expert_width // RANKS)
-        return Layer(roofline.seconds(work + ops.routed(sliced, rows), level), 4 * once, 0.0)
+        return Layer(roofline.seconds(work + ops.routed_experts(sliced, rows), level), 4 * once, 0.0)
     exchanges = 2 * links.exchange(rows, row, model.top_k, local)
     reductions = {"ds-moe": 3, "shuffled": 2}[form] * once
-    return Layer(roofline.seconds(work + ops.routed(rank, rows), level), reductions, exchanges)
+    return Layer(roofline.seconds(work + ops.routed_experts(rank, rows), level), reductions, exchanges)
 
 
 def part(model: ModelSizes) -> ModelSizes:

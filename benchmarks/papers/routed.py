@@ -17,7 +17,7 @@ import routings
 from placements import trial
 
 from moesaic.core.profile import Profile, Routes
-from moesaic.policy.placement import held_out
+from moesaic.policy.placement import holdout
 from moesaic.policy.placement.locality import homes_of, measure
 from moesaic.policy.placement.solvers import SOLVERS
 
@@ -36,7 +36,7 @@ def routing(experts: int, layers: int = 4, requests: int = 800, seed: int = 0) -
 @lru_cache(maxsize=32)
 def solved(solver: str, experts: int, ranks: int) -> figures.Row:
     """A solver's rates, as `placements.trial`, and "unshuffled": the rate where tokens are on any rank."""
-    learned, others = held_out.split(routing(experts), SHARE, 0)
+    learned, others = holdout.split(routing(experts), SHARE, 0)
     found = trial(solver, learned, others, ranks, 0)
     return found | {"unshuffled": unshuffled(solver, learned, others, ranks)}
 

@@ -38,7 +38,7 @@ from prices import RANKS, Layer, Links, layer, prompts
 
 from moesaic.core.profile import Profile
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 
 LINKS = Links(400e9)
 LOCAL = {"deepseek-v2-lite": 0.37, "qwen3-30b-a3b": 0.43}
@@ -73,7 +73,7 @@ def latency(options: argparse.Namespace) -> Iterator[Row]:
     """Table 2."""
     del options
     for name, rows, theirs, semantic in TABLE:
-        model, vanilla, more = KNOWN[name], 1 / RANKS, LOCAL[name]
+        model, vanilla, more = PUBLISHED_MODELS[name], 1 / RANKS, LOCAL[name]
         before, after = (prefill(model, rows, local) for local in (vanilla, vanilla + more))
         saved = 1e-3 * (theirs - semantic) / model.layers
         yield {
@@ -92,7 +92,7 @@ def latency(options: argparse.Namespace) -> Iterator[Row]:
 def locality(options: argparse.Namespace) -> Iterator[Row]:
     """Figure 5: first (a), then (b)."""
     for name, solver in product(LOCAL, options.solvers):
-        found, model = routed.solved(solver, routed.EXPERTS[name], RANKS), KNOWN[name]
+        found, model = routed.solved(solver, routed.EXPERTS[name], RANKS), PUBLISHED_MODELS[name]
         vanilla, local = found["unshuffled"], found["token"]
         before, after = (prefill(model, 1024, one) for one in (vanilla, local))
         own = solver == "sem-moe"

@@ -44,12 +44,12 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import Routes as Recorded
 from moesaic.core.tokens import IntArray
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 from moesaic.planning.sim import durations
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.routes import Routes, Rows
 from moesaic.planning.sim.scenario import parse
-from moesaic.policy.placement import held_out
+from moesaic.policy.placement import holdout
 from moesaic.policy.placement.dispatch import WorkerLoad
 from moesaic.policy.placement.locality import homes_of, measure, request_owners
 from moesaic.policy.placement.solvers import SOLVERS
@@ -133,7 +133,7 @@ class System:
 @lru_cache(maxsize=16)
 def system(name: str, experts: int) -> tuple[System, Recorded]:
     """A system and the requests that it serves, which its solver has not seen."""
-    learned, others = held_out.split(routed.routing(experts, LAYERS), routed.SHARE, 0)
+    learned, others = holdout.split(routed.routing(experts, LAYERS), routed.SHARE, 0)
     clusters = SOLVERS[SYSTEMS[name]](learned, RANKS, 0, None)
     homes = homes_of(clusters)
     if name == "sem-moe":
@@ -263,13 +263,13 @@ def compared(
 def throughput(options: argparse.Namespace) -> Iterator[Row]:
     """Figure 4."""
     for name in options.models:
-        yield from compared(KNOWN[name], options.prompt, PAPER[name], options)
+        yield from compared(PUBLISHED_MODELS[name], options.prompt, PAPER[name], options)
 
 
 def moonlight(options: argparse.Namespace) -> Iterator[Row]:
     """Tables 5 and 6."""
     for name, (prompt, stated) in SETS.items():
-        for row in compared(KNOWN["deepseek-v2-lite"], prompt, stated, options):
+        for row in compared(PUBLISHED_MODELS["deepseek-v2-lite"], prompt, stated, options):
             yield {"data": name, **row}
 
 

@@ -40,7 +40,7 @@ from figures import Figure, Row, main
 from prices import RANKS, Form, Layer, Links, answers, layer, prompts
 
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 
 LEVEL = MACHINES["h100"].fast
 SERVERS = {"A": Links(900e9), "B": Links(63.01e9, 20.8e9)}
@@ -106,7 +106,7 @@ def compared(
 ) -> Iterator[Row]:
     """s-MoE beside a baseline."""
     del options
-    model, links = KNOWN[name], SERVERS[server]
+    model, links = PUBLISHED_MODELS[name], SERVERS[server]
     rates = local_rates(name)
     vanilla = rates.pop("ds-moe")
     for what, (system, local) in product(stated, rates.items()):
@@ -152,7 +152,7 @@ def exchanges(options: argparse.Namespace) -> Iterator[Row]:
     del options
     links = SERVERS["A"]
     for name, (before, after, stated) in LAYERS.items():
-        model = KNOWN[name]
+        model = PUBLISHED_MODELS[name]
         seconds = {
             local: 2 * links.exchange(ROWS, model.hidden * 2.0, model.top_k, local)
             for local in sorted({before, after, *(tenth / 10 for tenth in range(1, 11))})

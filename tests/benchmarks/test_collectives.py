@@ -20,7 +20,7 @@ from moesaic.experts.collectives.group import Traffic
 from moesaic.experts.collectives.one_shot import OneShotGroup
 from moesaic.experts.collectives.packets import FloatArray, Packet, metadata_bytes
 from moesaic.policy.placement import predict
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 from moesaic.runtime.group.experts import GroupCounts
 from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.transport.peers import local_peers
@@ -112,7 +112,7 @@ def exchanged(size: int, variant: Variant) -> tuple[list[list[FloatArray]], list
     """Rows after each layer, bytes of each rank, and the pairs that were local."""
     known = profile()
     owners = np.stack([np.random.default_rng(i).permutation(EXPERTS) % size for i in range(LAYERS)])
-    tables = predict.build(known, labelled(known, owners.astype(np.int16)))
+    tables = predict.build(known, label_tokens(known, owners.astype(np.int16)))
 
     def task(peers: Any, group: OneShotGroup) -> Any:
         forecast = ExpectedRanks(group, GroupCounts(), tables) if variant.shuffle else BatchOrder(group)

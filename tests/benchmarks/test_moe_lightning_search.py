@@ -8,9 +8,9 @@ import pytest
 
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
-from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, GroupedQuery, ModelSizes
 from moesaic.policy.offloading import flexgen
-from moesaic.policy.offloading.flexgen import FITTED
+from moesaic.policy.offloading.flexgen import FITTED_CONSTANTS
 from moesaic.policy.offloading.policies import Workload
 
 from .conftest import FOLDER
@@ -179,19 +179,19 @@ def test_bisection_finds_what_flexgens_walk_finds() -> None:
 
 def test_flexgen_refuses_what_it_does_not_know() -> None:
     with pytest.raises(ConfigError, match="grouped-query"):
-        flexgen.price(KNOWN["deepseek-v2"], FITTED["t4"], Workload(77, 32), 1, 1)
+        flexgen.price(PUBLISHED_MODELS["deepseek-v2"], FITTED_CONSTANTS["t4"], Workload(77, 32), 1, 1)
     with pytest.raises(ConfigError, match="does not fit"):
-        flexgen.search(KNOWN["dbrx"], FITTED["t4"], Workload(77, 32))
+        flexgen.search(PUBLISHED_MODELS["dbrx"], FITTED_CONSTANTS["t4"], Workload(77, 32))
 
 
 def test_flexgen_counts_the_bytes_of_cache_and_weights() -> None:
     """A cache of half the bytes has room for more requests; weights of four bytes take longer to load."""
-    machine = FITTED["t4"]
+    machine = FITTED_CONSTANTS["t4"]
 
-    def found(model: ModelSizes, number: float, count: int) -> flexgen.Found | None:
+    def found(model: ModelSizes, number: float, count: int) -> flexgen.FlexGenPolicy | None:
         return flexgen.price(model, machine, Workload(1984, 64, number), 4, count)
 
-    mixtral = KNOWN["mixtral-8x7b"]
+    mixtral = PUBLISHED_MODELS["mixtral-8x7b"]
     assert found(mixtral, 2.0, 80) is None and found(mixtral, 1.0, 80) is not None
     small = ModelSizes("small", 8, 4096, 32000, GroupedQuery(32, 8, 128), 8, 8, 2, 4096)
     halves, wide = found(small, 2.0, 1), found(small.with_number(4.0), 2.0, 1)

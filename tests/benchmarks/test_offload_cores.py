@@ -143,4 +143,4 @@ def test_a_pictures_boxes_lie_in_their_lanes() -> None:
     assert set(kinds) >= {"post-attention", "load page", "attention"}
     assert all(kind.value in gantt.COLOURS for kind in Kind if kind is not Kind.SYNC)
     rows = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "lane"]
-    assert rows == [lane.value for lane in (Lane.FAST, Lane.SLOW, Lane.DOWN, Lane.UP)] * 2
+    assert rows == [lane.value for lane in (Lane.FAST, Lane.SLOW, Lane.LINK_DOWN, Lane.LINK_UP)] * 2

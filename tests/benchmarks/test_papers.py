@@ -9,7 +9,7 @@ import pytest
 
 from moesaic.core.profile import Routes
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.sim.routes import number_rows
 
 from .conftest import FOLDER
@@ -20,7 +20,7 @@ import prices
 import serving
 import speculative_moe
 
-MODEL, LEVEL = KNOWN["deepseek-v2-lite"], MACHINES["h100"].fast
+MODEL, LEVEL = PUBLISHED_MODELS["deepseek-v2-lite"], MACHINES["h100"].fast
 
 
 def test_a_ring_takes_the_bytes_of_one_rank() -> None:

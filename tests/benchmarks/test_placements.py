@@ -16,7 +16,7 @@ from placement_bounds.bounds import upper_bound
 from rich.console import Console
 
 from moesaic.core.profile import Profile
-from moesaic.policy.placement import held_out
+from moesaic.policy.placement import holdout
 
 
 def row(solver: str, rate: float, balance: float = 0.9, **more: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def made() -> Profile:
 
 @pytest.mark.slow
 def test_no_solver_is_above_the_bounds(made: Profile) -> None:
-    learned, others = held_out.split(made, 0.2, 0)
+    learned, others = holdout.split(made, 0.2, 0)
     limits = placements.bounds(learned, others, 4, 5)
     for solver in ("vanilla", "kmeans"):
         found = placements.trial(solver, learned, others, 4, 0)

@@ -17,7 +17,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.policy.fleet.autoscale import AutoscaleRule
 from moesaic.policy.placement import around_homes, balance
-from moesaic.policy.placement.spreading import exposed
+from moesaic.policy.placement.spreading import count_exposed
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Answer, Cluster, cluster
 
@@ -126,7 +126,7 @@ def test_copies_on_one_host_are_a_reason_to_move() -> None:
     """Whatever the load, and what the moves cost."""
     servers, hosts = dict.fromkeys(range(4), 1.0), {0: "a", 1: "a", 2: "b", 3: "b"}
     blind = balance.place(np.ones((2, 4)), (0, 1), servers, min_replicas=2)
-    assert exposed(blind, range(4), hosts) > 0
+    assert count_exposed(blind, range(4), hosts) > 0
     settings = ClusterConfig(expert_servers=4, min_replicas=2, rebalance_interval=10.0)
     balancing = Balancing(LAYOUT, settings, 0.0)
     now = filled(balancing, [[25] * 4] * 2, share=0.0)
@@ -134,7 +134,7 @@ def test_copies_on_one_host_are_a_reason_to_move() -> None:
         balancing.plan_spread(blind, servers, hosts),
         balancing.plan_rebalance(now, blind, servers, 1, hosts),
     ):
-        assert new is not None and exposed(new, range(4), hosts) == 0
+        assert new is not None and count_exposed(new, range(4), hosts) == 0
         assert balancing.plan_spread(new, servers, hosts) is None
     assert balancing.plan_spread(blind, servers, dict.fromkeys(hosts, "a")) is None
     one_copy = ClusterConfig(expert_servers=4, placement="f")
@@ -147,10 +147,10 @@ def test_copies_beside_a_file_are_spread_too() -> None:
     servers, hosts = dict.fromkeys(range(4), 1.0), {0: "a", 1: "a", 2: "b", 3: "b"}
     homes = balance.place(np.ones((2, 4)), (0, 1), servers)
     blind = around_homes.place(homes, np.array([[8, 1, 7, 1]] * 2), (0, 1), servers, min_replicas=2)
-    assert exposed(blind, range(4), hosts) > 0
+    assert count_exposed(blind, range(4), hosts) > 0
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=4, placement="f", min_replicas=2), 0.0, homes)
     new = balancing.plan_spread(blind, servers, hosts)
-    assert new is not None and exposed(new, range(4), hosts) == 0
+    assert new is not None and count_exposed(new, range(4), hosts) == 0
     assert all(
         set(homes.server_experts(server)[0]) <= set(new.server_experts(server)[0]) for server in servers
     )
@@ -232,7 +232,7 @@ RANKS = ClusterConfig(data_parallel_size=2, enable_expert_parallel=True)
 )
 def test_limits_of_each_role(settings: ClusterConfig, text: str, found: dict[str, tuple[int, int]]) -> None:
     rules = autoscale_rules(replace(settings, autoscale=text).resolve())
-    assert {role: (rule.least, rule.most) for role, rule in rules.items()} == found
+    assert {role: (rule.minimum, rule.maximum) for role, rule in rules.items()} == found
 
 
 @pytest.mark.parametrize(

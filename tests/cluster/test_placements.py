@@ -26,7 +26,7 @@ from moesaic.models import files, registry
 from moesaic.policy.placement import redundancy
 from moesaic.policy.placement.locality import homes_in, hosts
 from moesaic.policy.placement.solvers import SOLVERS, annealing
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_identity import workload
 from tests.support import model_configs, pairs, tiny_models
@@ -68,7 +68,7 @@ def shuffled(profile: Profile, seed: int) -> Coclusters:
     rng = np.random.default_rng(seed)
     row = np.arange(profile.num_experts) % 2
     experts = np.stack([rng.permutation(row) for _ in profile.layers]).astype(np.int16)
-    return labelled(profile, experts)
+    return label_tokens(profile, experts)
 
 
 def write(folder: Path, profile: Profile, clusters: Coclusters, copies: int = 0) -> str:

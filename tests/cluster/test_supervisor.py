@@ -22,7 +22,7 @@ from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig, ExpertServerConfig
 from moesaic.core.errors import ConnectionLost, ScalingError
 from moesaic.policy.placement import balance
-from moesaic.policy.placement.spreading import exposed
+from moesaic.policy.placement.spreading import count_exposed
 from moesaic.server.app import create_app
 from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.cluster_metrics import ClusterCollector
@@ -353,7 +353,7 @@ def test_copies_are_spread_once_hosts_are_known(capacity: float, caplog: pytest.
     if capacity == 1.0:
         assert what == "spreading copies over hosts"
         coming = scene.publisher.next_placement
-        assert coming is not None and exposed(coming, range(4), hosts) == 0 and not caplog.text
+        assert coming is not None and count_exposed(coming, range(4), hosts) == 0 and not caplog.text
     else:
         assert begun() is None and what is None
         assert caplog.text.count("experts have all of their copies on one host") == 1

@@ -37,7 +37,7 @@ THIS = Hardware(
     slow=Level("disk", 256 * GIB, 1.0 * GIB, None),
     link=Link(1.0 * GIB, 0.25 * GIB),
     source="measured in 9 s by microbenchmarks; weights in bfloat16",
-    measured={
+    measurements={
         "memory": READ,
         "products": RATES,
         "disk": DISK,
@@ -81,7 +81,7 @@ def test_a_table_and_a_file(tmp_path: Path, asked: list[Any], capsys: pytest.Cap
         assert text in shown, text
     assert "Repeated reads are 2.0 times as fast" in shown
     assert f"moesaic plan MODEL --hardware {path}" in shown
-    assert find_hardware(str(path)).measured == THIS.measured
+    assert find_hardware(str(path)).measurements == THIS.measurements
     wanted = MeasureHardware(output_file=path, path=tmp_path, threads=2, name="box")
     assert asked == [(wanted, FULL)]
 
@@ -182,8 +182,8 @@ def test_remarks() -> None:
     assert len(hardware_report.remarks(THIS)) == 1
     steady = replace(THIS, link=Link(0.7 * GIB, 0.25 * GIB))
     assert hardware_report.remarks(steady) == []
-    poor = {key: value for key, value in THIS.measured.items() if key != "write_gib"} | {"direct": False}
-    cached, silent = hardware_report.remarks(replace(steady, measured=poor))
+    poor = {key: value for key, value in THIS.measurements.items() if key != "write_gib"} | {"direct": False}
+    cached, silent = hardware_report.remarks(replace(steady, measurements=poor))
     assert "has no O_DIRECT" in cached and "Writing was not measured" in silent
 
 
@@ -193,7 +193,7 @@ def test_both_levels_of_a_gpu_and_its_link_are_shown() -> None:
     for level in ("fast", "slow"):
         measured |= {f"{level}_memory": READ, f"{level}_products": RATES}
     shown = hardware_report.as_text(
-        replace(THIS, link=replace(THIS.link, staging=4.5 * GIB), measured=measured), None
+        replace(THIS, link=replace(THIS.link, staging=4.5 * GIB), measurements=measured), None
     )
     for text in (
         "Matrix products, Gflops/s, fast level",

@@ -37,7 +37,7 @@ def made(found: WorkerPlan, speed: float, seconds: float = 2.0) -> PassStats:
 def test_the_second_prediction_has_the_speed_of_the_run(found: WorkerPlan) -> None:
     """With the serial schedule, seconds are those of the link plus those of computing. Only the link's
     seconds change."""
-    planned_speed = HARDWARE.link.down
+    planned_speed = HARDWARE.link.down_bandwidth
     [same] = measure_phases(found, [made(found, planned_speed)])
     assert same.link_bandwidth == pytest.approx(
         planned_speed

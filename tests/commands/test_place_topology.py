@@ -13,7 +13,7 @@ from tests.support.planted_profiles import noise
 
 from moesaic.commands import cli
 from moesaic.core.placement import Placement
-from moesaic.policy.placement.solvers import priced
+from moesaic.policy.placement.solvers import link_aware
 
 TWO_HOSTS = """
 [links]
@@ -33,7 +33,7 @@ ranks = [2, 3]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges in few steps. They have tests of their own."""
-    monkeypatch.setattr(priced, "AnnealingSearch", lambda: QUICK)
+    monkeypatch.setattr(link_aware, "AnnealingSearch", lambda: QUICK)
 
 
 @pytest.fixture

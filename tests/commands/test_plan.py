@@ -15,7 +15,7 @@ from moesaic.commands.plan_report import Report, as_json, as_text
 from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import GIB
 from moesaic.cost.machines import MACHINES, machine
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.pricing import Pricing
 
@@ -230,7 +230,7 @@ def test_a_picture_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_plan_that_splits_experts_says_that_both_processors_compute_them() -> None:
-    model, hardware, job = KNOWN["qwen3-30b-a3b"], machine("l4"), Workload(77, 128)
+    model, hardware, job = PUBLISHED_MODELS["qwen3-30b-a3b"], machine("l4"), Workload(77, 128)
     policy = Policy("split", 4, 1, slow_attention=False, static_experts=38, slow_cache=0.0)
     found = Report(model, hardware, job, Pricing(model, hardware, job).price(policy), None)
     shown = re.sub(r"\s+", " ", as_text(found))

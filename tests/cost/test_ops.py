@@ -5,20 +5,20 @@ from itertools import combinations
 import pytest
 
 from moesaic.cost import ops
-from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, GroupedQuery, ModelSizes
 
-MIXTRAL, LITE = KNOWN["mixtral-8x7b"], KNOWN["deepseek-v2-lite"]
+MIXTRAL, LITE = PUBLISHED_MODELS["mixtral-8x7b"], PUBLISHED_MODELS["deepseek-v2-lite"]
 
 
 def test_worked_example_of_touched_experts() -> None:
-    assert [round(ops.touched(8, 2, rows), 1) for rows in (0, 1, 2, 36)] == [0.0, 2.0, 3.5, 8.0]
+    assert [round(ops.uniform_distinct(8, 2, rows), 1) for rows in (0, 1, 2, 36)] == [0.0, 2.0, 3.5, 8.0]
 
 
 def test_touched_experts_by_brute_force() -> None:
     """Two rows each choose any 2 of 5 experts. Compares with the mean size of the union."""
     choices = [set(pair) for pair in combinations(range(5), 2)]
     unions = [len(one | other) for one in choices for other in choices]
-    assert ops.touched(5, 2, 2) == pytest.approx(sum(unions) / len(unions))
+    assert ops.uniform_distinct(5, 2, 2) == pytest.approx(sum(unions) / len(unions))
 
 
 def test_a_layer_of_a_tiny_model_counted_by_hand() -> None:
@@ -32,12 +32,12 @@ def test_a_layer_of_a_tiny_model_counted_by_hand() -> None:
     attended = ops.attention(model, rows, context=11, number=1)
     assert attended.flops == 2 * rows * 11 * 2 * (3 + 3), "scores and the weighted sum, for both query heads"
     assert attended.cache == rows * 11 * (3 + 3) * 1
-    routed = ops.routed(model, 1)
+    routed = ops.routed_experts(model, 1)
     assert (routed.flops, routed.weights) == (2 * 3 * 4 * 5, 2 * 3 * 4 * 5)
-    assert ops.routed(model, 1, share=0.5).flops == routed.flops / 2
-    assert ops.gate(model, rows).weights == 2 * 4 * 2 and ops.shared(model, rows) == ops.Work()
+    assert ops.routed_experts(model, 1, share=0.5).flops == routed.flops / 2
+    assert ops.gate(model, rows).weights == 2 * 4 * 2 and ops.shared_experts(model, rows) == ops.Work()
     assert ops.head(model, rows).flops == 2 * rows * 4 * 10
-    between = ops.between(model, rows, answers=3)
+    between = ops.between_products(model, rows, answers=3)
     assert between == ops.Work(activations=2 * rows * ((2 + 2 + 4) * 4 + 2 * 3 * 4 + 2 * (6 + 6)))
 
 
@@ -59,7 +59,7 @@ def test_decode_attention_does_not_gain_from_a_batch_and_experts_do() -> None:
     """MoE-Lightning, section 3.3: the intensities of Figures 4 and 5."""
     small, large = (ops.attention(MIXTRAL, rows, 512, 2).intensity for rows in (1, 64))
     assert small == pytest.approx(large) and 3 < small < 4.1
-    assert ops.routed(MIXTRAL, 256).intensity > 6 * ops.routed(MIXTRAL, 32).intensity
+    assert ops.routed_experts(MIXTRAL, 256).intensity > 6 * ops.routed_experts(MIXTRAL, 32).intensity
     assert ops.attention(MIXTRAL, 1, 512, 0.5).intensity > 3 * small
 
 
@@ -67,5 +67,7 @@ def test_work_adds_and_multiplies() -> None:
     work = ops.Work(8, 1, 2, 1)
     assert work.bytes == 4 and work.intensity == 2 and ops.Work().intensity == 0
     assert work + work == work * 2
-    assert ops.feed_forward(LITE, 5) == ops.gate(LITE, 5) + ops.shared(LITE, 5) + ops.routed(LITE, 5)
+    assert ops.feed_forward(LITE, 5) == ops.gate(LITE, 5) + ops.shared_experts(LITE, 5) + ops.routed_experts(
+        LITE, 5
+    )
     assert ops.dense(LITE, 5).weights == 2 * 3 * 2048 * 10944

@@ -27,7 +27,7 @@ def test_worked_example() -> None:
 @pytest.mark.parametrize("intensity_j", [0.5, 4.0, 81.0, 82.0, 599.0, 601.0, 1e5])
 def test_turning_points_are_where_the_smallest_roof_changes(intensity_j: float) -> None:
     """Equation 7 by brute force, for an operation with I_i = 32."""
-    fetched = FIGURES.fetched(32, intensity_j)
+    fetched = FIGURES.fetch_flops(32, intensity_j)
     assert fetched == min(242e12, 300e9 * 32, 16e9 * intensity_j)
     assert FIGURES.fetch_pays(intensity_j) == (intensity_j > FIGURES.p1)
     assert (fetched < FIGURES.at_i(32)) == (intensity_j < FIGURES.p2(32))
@@ -36,7 +36,7 @@ def test_turning_points_are_where_the_smallest_roof_changes(intensity_j: float) 
 def test_p1_is_gone_where_fetching_is_as_fast_as_reading() -> None:
     assert replace(FIGURES, link=100e9).p1 == 0
     disk = Hardware("disk", machine("l4").fast, Level("disk", 1e12, 2e9, None), Link(2e9, 1e9))
-    roofs = Roofs.of(disk)
+    roofs = Roofs.from_hardware(disk)
     assert roofs.p1 == 0 and roofs.at_j(100) == 0 and roofs.fetch_pays(0.1)
 
 
@@ -73,7 +73,7 @@ def test_experts_have_the_rate_that_was_measured_with_their_rows(rows: float, wa
 def test_experts_in_two_types_take_the_seconds_of_both() -> None:
     """Gate and up are two thirds of the flops. Three flops of each row take 2/6 + 1/2 s with one row."""
     packed = (("int4_offset", ((1.0, 6.0), (8.0, 12.0))), ("int8_16", ((1.0, 2.0), (8.0, 8.0))))
-    processor = Processor(100.0, experts=EXPERTS, packed=packed)
+    processor = Processor(100.0, experts=EXPERTS, packed_rates=packed)
     assert processor.experts_flops(1, "int4_offset+int8_16") == pytest.approx(3 / (2 / 6 + 1 / 2))
     assert processor.experts_flops(8, "int4_offset+int8_16") == pytest.approx(3 / (2 / 12 + 1 / 8))
     assert processor.rates("int4_offset") == packed[0][1]
@@ -98,7 +98,7 @@ def test_a_measured_machine_is_its_file() -> None:
     level = Level("core", GIB, GIB, Processor(1e12, 0.5, 0.75, 0.0, ((1.0, 2e9), (8.0, 9e9)), 1e-4))
     known = Hardware("two cores", level, level, Link(GIB, GIB, None, 6e-5, 2e-5))
     found = from_tables(known.to_tables())
-    assert (found.fast.processor, found.link.down) == (level.processor, GIB)
+    assert (found.fast.processor, found.link.down_bandwidth) == (level.processor, GIB)
     assert (found.link.latency, found.link.handover) == pytest.approx((6e-5, 2e-5))
     told = known.to_tables()["fast"]
     assert told["experts"] == [{"rows": 1.0, "gflops": 2.0}, {"rows": 8.0, "gflops": 9.0}]
@@ -109,7 +109,7 @@ def test_a_measured_machine_is_its_file() -> None:
 
 def test_rates_of_quantised_experts_and_of_conversions_are_in_the_file() -> None:
     packed = (("fp8", ((1.0, 3e9), (8.0, 9e9))), ("int4", ((1.0, 5e9),)))
-    level = Level("core", GIB, GIB, Processor(1e12, experts=((1.0, 2e9),), packed=packed))
+    level = Level("core", GIB, GIB, Processor(1e12, experts=((1.0, 2e9),), packed_rates=packed))
     known = Hardware("a core", level, level, Link(GIB, GIB, conversions=(("columns", 2e9), ("int4", 1e9))))
     found = from_tables(known.to_tables())
     assert found.fast.processor == level.processor
@@ -129,7 +129,7 @@ def test_a_machine_is_its_file(name: str) -> None:
     found, known = from_tables(machine(name).to_tables()), machine(name)
     assert found.name == known.name and found.fast.room == pytest.approx(known.fast.room)
     assert found.slow.processor == known.slow.processor and found.fast.processor == known.fast.processor
-    assert found.link.down == pytest.approx(known.link.down)
+    assert found.link.down_bandwidth == pytest.approx(known.link.down_bandwidth)
 
 
 def test_ranks_multiply_the_fast_level_alone() -> None:

@@ -38,24 +38,28 @@ def even(requests: int, experts: int, layers: int = 2) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 30, 60, 200])
 def test_even_routing_is_what_is_expected_of_it(rows: int) -> None:
-    found = Routing.seen(even(60, 16), 16)
-    assert 16 * found.share(rows) == pytest.approx(ops.touched(16, 2, rows), rel=0.04)
+    found = Routing.from_rows(even(60, 16), 16)
+    assert 16 * found.share(rows) == pytest.approx(ops.uniform_distinct(16, 2, rows), rel=0.04)
 
 
 def test_rows_of_one_request_are_no_others() -> None:
     """Each of four requests has an expert of its own, which all of its rows choose."""
-    found = Routing.seen([np.full((50, 1, 1), request) for request in range(4)], 8)
+    found = Routing.from_rows([np.full((50, 1, 1), request) for request in range(4)], 8)
     assert [8 * found.share(rows) for rows in (1, 2, 3, 4, 100)] == pytest.approx([1, 2, 3, 4, 4])
     assert found.share(0.5) == pytest.approx(1 / 16)
 
 
 def test_a_model_with_routing_reads_fewer_experts() -> None:
     """All rows choose the same two experts."""
-    same = Routing.seen([np.tile([3, 5], (4, 2, 1)) for _ in range(6)], 8)
+    same = Routing.from_rows([np.tile([3, 5], (4, 2, 1)) for _ in range(6)], 8)
     model = replace(MODEL, routing=same)
     assert ops.distinct(model, 1) == ops.distinct(MODEL, 1) == ops.distinct(model, 500) == 2
-    assert ops.routed(model, 9).weights == 2 * model.expert * model.number < ops.routed(MODEL, 9).weights
-    assert ops.routed(model, 9).flops == ops.routed(MODEL, 9).flops
+    assert (
+        ops.routed_experts(model, 9).weights
+        == 2 * model.expert * model.number
+        < ops.routed_experts(MODEL, 9).weights
+    )
+    assert ops.routed_experts(model, 9).flops == ops.routed_experts(MODEL, 9).flops
     assert ops.rows_each(model, 9) == 9 and ops.rows_each(MODEL, 1) == 1
     rank = model_of_rank(model, 2, 4)
     assert ops.distinct(rank, 9) == 1, "a rank has half of the experts"
@@ -75,9 +79,9 @@ def profile(lengths: list[int], seed: int = 0) -> Profile:
 
 
 def test_a_profile_tells_by_its_requests_last_tokens() -> None:
-    found = Routing.of(profile([LAST, 3 * LAST, 0, LAST + 1, 2]), 8, 2)
+    found = Routing.from_profile(profile([LAST, 3 * LAST, 0, LAST + 1, 2]), 8, 2)
     assert found.shares == (0.25,) * len(found.shares) and found.rows[:4] == (1, 2, 3, 4)
-    many = Routing.of(profile([2] * (3 * REQUESTS)), 8, 2)
+    many = Routing.from_profile(profile([2] * (3 * REQUESTS)), 8, 2)
     assert many.rows[REQUESTS - 1 : REQUESTS + 1] == (REQUESTS, 2 * REQUESTS)
 
 
@@ -86,4 +90,4 @@ def test_what_is_no_profile_of_the_model_is_refused(experts: int, top_k: int, le
     with pytest.raises(
         ConfigError, match=f"^profile: got .*; allowed: routes of requests with {experts} exp"
     ):
-        Routing.of(profile(lengths), experts, top_k)
+        Routing.from_profile(profile(lengths), experts, top_k)

@@ -9,7 +9,7 @@ import pytest
 import moesaic
 from moesaic.core.errors import CheckpointError
 from moesaic.cost.reading import read
-from moesaic.cost.sizes import KNOWN, GroupedQuery, Latent, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, GroupedQuery, Latent, ModelSizes
 
 PUBLISHED = {
     "mixtral-8x7b": (46.7, 12.9),
@@ -26,21 +26,21 @@ PUBLISHED = {
 """Billions of parameters, all and active, with embeddings."""
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
 def test_parameters_are_the_published_ones(name: str) -> None:
-    model = KNOWN[name]
+    model = PUBLISHED_MODELS[name]
     assert (round(model.parameters / 1e9, 1), round(model.active / 1e9, 1)) == PUBLISHED[name]
 
 
 def test_cached_numbers_of_a_token() -> None:
-    assert GroupedQuery(32, 8, 128).cached == 2048
-    assert Latent(128, 512, 64, 128, 128).cached == 576
-    assert KNOWN["mixtral-8x7b"].cache(10, 0.5) == 10 * 2048 * 0.5
+    assert GroupedQuery(32, 8, 128).cache_width == 2048
+    assert Latent(128, 512, 64, 128, 128).cache_width == 576
+    assert PUBLISHED_MODELS["mixtral-8x7b"].cache(10, 0.5) == 10 * 2048 * 0.5
 
 
 def test_integers_in_the_cache_have_scales() -> None:
     """Mixtral has 8 keys and 8 values of 128 numbers. DeepSeek-V3 has one latent of 576 numbers."""
-    grouped, latent = KNOWN["mixtral-8x7b"], KNOWN["deepseek-v3"]
+    grouped, latent = PUBLISHED_MODELS["mixtral-8x7b"], PUBLISHED_MODELS["deepseek-v3"]
     for model, rows, width in ((grouped, 16, 128), (latent, 1, 576)):
         for dtype, token in (("bfloat16", 2 * width), ("int8", width + 4), ("int4", width / 2 + 4)):
             assert model.cache(1, model.cache_number(dtype)) == pytest.approx(rows * token)
@@ -48,7 +48,7 @@ def test_integers_in_the_cache_have_scales() -> None:
 
 def test_latent_parameters_do_not_depend_on_the_absorbed_form() -> None:
     """DeepSeek-V2-Lite's tensors are query, the two compressions, the two unfolding matrices, and output."""
-    before, after = Latent(16, 512, 64, 128, 128).projected(2048)
+    before, after = Latent(16, 512, 64, 128, 128).projection_sizes(2048)
     assert before + after == 2048 * 16 * 192 + 2048 * 576 + 512 * 16 * 256 + 16 * 128 * 2048
 
 
@@ -314,7 +314,7 @@ def test_glm_lite_lists_its_dense_layers() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_configs_give_the_known_sizes(name: str) -> None:
-    found, known = read(CONFIGS[name], name), KNOWN[name]
+    found, known = read(CONFIGS[name], name), PUBLISHED_MODELS[name]
     assert (found.weights, found.active, found.cache(1, 2)) == (
         known.weights,
         known.active,
@@ -387,5 +387,9 @@ def test_compressed_experts_take_what_their_rows_take() -> None:
     inner, outer = 4 * 1600, 14 * 1600  # rows of 4096 and of 14336 numbers, in blocks of 1024
     assert small.expert_bytes == 2 * 14336 * inner + 4096 * outer
     assert small.expert_bytes / plain.expert_bytes == 1600 / 2048
-    assert (small.other, small.parameters, small.active) == (plain.other, plain.parameters, plain.active)
+    assert (small.other_bytes, small.parameters, small.active) == (
+        plain.other_bytes,
+        plain.parameters,
+        plain.active,
+    )
     assert small.with_number(4.0).expert_bytes == plain.with_number(4.0).expert_bytes

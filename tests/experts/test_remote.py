@@ -112,7 +112,7 @@ class Cluster:
         self.entries = [ServerEntry(number, 1, Endpoint(f"unix:{folder}/{number}")) for number in range(2)]
         wakeup = Wakeup()
         self.connector = Dialling(wakeup)
-        self.replicas = Replicas(ReplicaTimeout(unknown=1e9, floor=1e9))
+        self.replicas = Replicas(ReplicaTimeout(unmeasured_seconds=1e9, floor=1e9))
         self.version = 0
         self.client = RemoteExperts(
             LAYOUT,
@@ -193,7 +193,7 @@ def test_rows_of_both_servers_are_put_at_their_pairs(cluster: Cluster) -> None:
 
 def test_a_connection_that_stands_is_used_at_once(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The own rank's server has connected since the client looked last: nothing goes to the other one."""
-    cluster.replicas.own = 0
+    cluster.replicas.own_server = 0
     cluster.publish(1)
     cluster.until(lambda: cluster.servers[1].clients, 1)
     cluster.client.arrivals()
@@ -418,11 +418,11 @@ def test_a_server_that_answers_nan_is_given_up_by_name(
     ]
     cluster.client.release(handle)
     cluster.client.arrivals()
-    assert cluster.replicas.connected == {1}
+    assert cluster.replicas.connected_servers == {1}
     cluster.experts[0].nan_for = ()
     cluster.publish(0, 1, names=[replace(cluster.entries[0], incarnation=2), cluster.entries[1]])
     cluster.client.arrivals()
-    assert cluster.replicas.connected == {0, 1}
+    assert cluster.replicas.connected_servers == {0, 1}
 
 
 def test_without_a_replica_rows_wait_for_the_next_process(cluster: Cluster) -> None:

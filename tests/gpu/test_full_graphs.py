@@ -336,10 +336,10 @@ def test_the_table_does_not_depend_on_what_servers_owe_between_steps() -> None:
         "_servers": {one.server: _Server(one, box, one.server) for one in entries},  # type: ignore[arg-type]
     }  # fmt: skip
     for server in range(2):
-        replicas.joined(server)
-    replicas.sent(1, 100, 0.0)
+        replicas.add_server(server)
+    replicas.record_sent(1, 100, 0.0)
     exchange._follow()
-    replicas.answered(1, 100, 1.0)
+    replicas.record_answer(1, 100, 1.0)
     assert exchange.ready() and set(memory.place.call_args.args[1].flatten().tolist()) == {0, 1}
 
 

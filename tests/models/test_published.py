@@ -871,4 +871,4 @@ def test_states_are_planned_with_the_bytes_that_they_take(
     page, seat = state_bytes(spec.states, len(spec.state_layers))
     assert (page, seat) == (sizes.page, sizes.seat)
     assert page == 4 * layers * numbers
-    assert sizes.attention.cached * sizes.layers == cached * (sizes.layers - layers)
+    assert sizes.attention.cache_width * sizes.layers == cached * (sizes.layers - layers)

@@ -102,11 +102,11 @@ def in_order(tasks: Sequence[Task], log: Log) -> None:
 
 
 def test_worked_example() -> None:
-    tasks = [task(Lane.FAST), task(Lane.DOWN, 0), task(Lane.FAST, 1)]
+    tasks = [task(Lane.FAST), task(Lane.LINK_DOWN, 0), task(Lane.FAST, 1)]
     with Lanes(nothing, ticks()) as lanes:
         line = lanes.run(tasks, lambda one: None)
     assert (line.starts, line.ends) == ([1, 3, 5], [2, 4, 6])
-    assert line.busy == {**dict.fromkeys(Lane, 0), Lane.FAST: 2, Lane.DOWN: 1}
+    assert line.busy == {**dict.fromkeys(Lane, 0), Lane.FAST: 2, Lane.LINK_DOWN: 1}
     assert line.makespan == 6 and line.bottleneck is Lane.FAST
 
 
@@ -140,7 +140,7 @@ def test_threads_work_at_once_and_live_as_long_as_the_lanes() -> None:
         assert len(threads) == len(OTHERS) and all(thread.daemon for thread in threads)
         idents = {thread.ident for thread in threads}
         for _ in range(20):
-            log = Log(schedule := decode("cgopipe", Shape(3, 3, 3, staged=True)))
+            log = Log(schedule := decode("cgopipe", Shape(3, 3, 3, uses_pinned_memory=True)))
             lanes.run(schedule, log.do)
             in_order(schedule, log)
             assert log.threads[Lane.FAST] == {threading.get_ident()}
@@ -166,19 +166,19 @@ class Rooms:
 
 
 def test_each_lane_in_use_is_set_up_once_in_its_thread() -> None:
-    rooms, tasks = Rooms(), [task(Lane.DOWN), task(Lane.FAST, 0), task(Lane.DOWN, 1)]
+    rooms, tasks = Rooms(), [task(Lane.LINK_DOWN), task(Lane.FAST, 0), task(Lane.LINK_DOWN, 1)]
     with Lanes(rooms) as lanes:
         assert rooms.events == [("in", Lane.FAST, threading.get_ident())]
         for _ in range(3):
             log = Log(tasks)
             lanes.run(tasks, log.do)
-        (down,) = log.threads[Lane.DOWN]
-        assert rooms.events[1:] == [("in", Lane.DOWN, down)]
-    assert rooms.events[2:] == [("out", Lane.DOWN, down), ("out", Lane.FAST, threading.get_ident())]
+        (down,) = log.threads[Lane.LINK_DOWN]
+        assert rooms.events[1:] == [("in", Lane.LINK_DOWN, down)]
+    assert rooms.events[2:] == [("out", Lane.LINK_DOWN, down), ("out", Lane.FAST, threading.get_ident())]
 
 
 def test_a_setup_that_fails_is_an_error_of_the_run_and_tried_again() -> None:
-    tasks = [task(Lane.UP), task(Lane.FAST, 0)]
+    tasks = [task(Lane.LINK_UP), task(Lane.FAST, 0)]
     with Lanes(Rooms(failures=2)) as lanes:
         for _ in range(2):
             log = Log(tasks)
@@ -252,7 +252,7 @@ def test_of_several_errors_the_first_is_raised() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_an_error_anywhere_leaves_lanes_that_can_be_used(schedule: Schedule) -> None:
-    tasks = decode(schedule, Shape(2, 3, 3, staged=True, cache_moves=True, slow_experts=True))
+    tasks = decode(schedule, Shape(2, 3, 3, uses_pinned_memory=True, cache_moves=True, slow_experts=True))
     rng = random.Random(0)
     with Lanes(nothing) as lanes:
         for place in rng.sample(range(len(tasks)), 12):
@@ -291,7 +291,7 @@ def interrupt(seen: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("needed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_control_c_while_the_caller_waits(needed: bool) -> None:
     """The caller waits for a task, or at the end of the list."""
-    tasks = [task(Lane.DOWN), task(Lane.DOWN, part=1), task(Lane.FAST, *([0] if needed else []))]
+    tasks = [task(Lane.LINK_DOWN), task(Lane.LINK_DOWN, part=1), task(Lane.FAST, *([0] if needed else []))]
     log = Log(tasks)
 
     def do(one: Task) -> None:
@@ -309,7 +309,7 @@ def test_control_c_while_the_caller_waits(needed: bool) -> None:
 
 
 def test_control_c_in_a_task_of_the_caller() -> None:
-    tasks = [task(Lane.FAST), task(Lane.DOWN, 0)]
+    tasks = [task(Lane.FAST), task(Lane.LINK_DOWN, 0)]
     log = Log(tasks)
     with Lanes(nothing) as lanes:
         with pytest.raises(KeyboardInterrupt):
@@ -319,7 +319,7 @@ def test_control_c_in_a_task_of_the_caller() -> None:
 
 
 def test_control_c_twice_does_not_wait_but_the_next_run_does() -> None:
-    tasks, go, left = [task(Lane.DOWN), task(Lane.FAST, 0)], threading.Event(), threading.Event()
+    tasks, go, left = [task(Lane.LINK_DOWN), task(Lane.FAST, 0)], threading.Event(), threading.Event()
     events: list[str] = []
 
     def slow(one: Task) -> None:
@@ -341,4 +341,4 @@ def test_control_c_twice_does_not_wait_but_the_next_run_does() -> None:
 @pytest.mark.parametrize("need", [1, 2])
 def test_a_task_that_needs_no_earlier_one_is_refused(need: int) -> None:
     with Lanes(nothing) as lanes, pytest.raises(ConfigError, match="needs of task 1: got "):
-        lanes.run([task(Lane.FAST), task(Lane.DOWN, need), task(Lane.FAST)], lambda one: None)
+        lanes.run([task(Lane.FAST), task(Lane.LINK_DOWN, need), task(Lane.FAST)], lambda one: None)

@@ -114,7 +114,7 @@ def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
         for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
             do(operations, kind, 0, part)
     ids = {int(one) for part in parts for one in part.gate_output.expert_ids.flatten()}  # type: ignore[union-attr]
-    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
     assert held.chosen == [(30, 0, sorted(ids - {0, 5}))] and operations.loaded_bytes == 7
     assert all(part.answers is None for part in parts), "rows wait without memory for their answers"
     before = [part.hidden for part in parts]
@@ -135,25 +135,25 @@ def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
         ids = [part.gate_output.expert_ids.flatten() for part in parts]  # type: ignore[union-attr]
         return {int(one) for one in torch.cat(ids)} - {0, 5}
 
-    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.LINK_DOWN)
     assert held.chosen.pop() == (33, 0, []), "nothing is known yet"
     first = gated()
-    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
     assert held.chosen.pop() == (30, 0, sorted(first))
-    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.LINK_DOWN)
     turn, layer, likely = held.chosen.pop()
     assert (turn, layer, len(likely)) == (33, 0, 2) and set(likely) <= first, "of the next pass"
     operations.begin(parts, operations._cache, turn=33, pages=2, prefill=False)  # type: ignore[arg-type]
     second = gated()
-    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
     assert held.chosen.pop() == (33, 0, sorted(second - set(likely)))
-    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
-    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
+    do(operations, Kind.LOAD_LIKELY, 3, 0, Lane.LINK_DOWN)
     for prefill in (True, False):  # its pages come to the same place
         operations.begin(parts, operations._cache, turn=36, pages=2, prefill=prefill)  # type: ignore[arg-type]
     held.chosen.clear()
     third = gated()
-    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.DOWN)
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
     assert held.chosen.pop() == (36, 0, sorted(third))
 
 
@@ -161,7 +161,7 @@ def test_a_layer_beyond_the_last_is_the_next_pass_s_first(
     made: tuple[Operations, Held, list[MicroBatch]],
 ) -> None:
     operations, _, _ = made
-    do(operations, Kind.LOAD_PAGE, 3, 1, Lane.DOWN)
+    do(operations, Kind.LOAD_PAGE, 3, 1, Lane.LINK_DOWN)
     assert operations.loaded_bytes == 102
 
 

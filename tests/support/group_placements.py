@@ -13,7 +13,7 @@ from moesaic.core.routing import Assembly
 from moesaic.llm import Completion
 from moesaic.models import files, registry
 from moesaic.policy.placement import redundancy
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 
 def recorded(
@@ -34,7 +34,7 @@ def write(folder: Path, profile: Profile, units: int, copies: int = 0) -> str:
     rng = np.random.default_rng(units)
     row = np.arange(profile.num_experts) % units
     experts = np.stack([rng.permutation(row) for _ in profile.layers]).astype(np.int16)
-    clusters = labelled(profile, experts)
+    clusters = label_tokens(profile, experts)
     placement = redundancy.place(profile, clusters, copies, f"{units}.tables.npz")
     file = folder / f"{units}.json"
     save(placement, redundancy.tables_of(profile, clusters, placement), file)

@@ -130,7 +130,9 @@ def record(schedule: str, rule: StartRule, servers: int = 2, requests: int = 12,
     )
     worker, info = build_worker(context)
     replicas = worker._servers._replicas  # type: ignore[attr-defined]
-    replicas._patience = ReplicaTimeout(floor=1e9, unknown=1e9)  # a machine that is busy loses no server
+    replicas._patience = ReplicaTimeout(
+        floor=1e9, unmeasured_seconds=1e9
+    )  # a machine that is busy loses no server
     gather = getattr(worker._scheduler, "_gather", None)
     found = Recorded(layout, context.limits, info.num_blocks, gather, journal)
 

@@ -35,7 +35,7 @@ LAYOUT = ExpertLayout({0: "a"}, "gate", "up", "down", HIDDEN, 2, EXPERTS, TOP_K,
 THERE = Way(LinkModel(1e-4, 1e9), on_one_host=False, host="b")
 PATIENCE = 60.0
 """Seconds after which something hangs."""
-TIMEOUT = ReplicaTimeout(floor=10.0, unknown=10.0, ceiling=10.0)
+TIMEOUT = ReplicaTimeout(floor=10.0, unmeasured_seconds=10.0, ceiling=10.0)
 """Of the client's clock, which the test sets."""
 APART = {server: {0: [2 * server, 2 * server + 1]} for server in range(3)}
 """Three servers with two experts each."""
@@ -136,7 +136,7 @@ class FarHost:
         )
         self.clients.append(client)
         client.update(Directory(1, self.entries, self.held, ways=self.ways), SECRET)
-        self.until(lambda: client._replicas.connected == {0, 1, 2})
+        self.until(lambda: client._replicas.connected_servers == {0, 1, 2})
         return client
 
     def introduce(self) -> None:

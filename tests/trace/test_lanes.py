@@ -24,7 +24,7 @@ from moesaic.transport.local import local_pair
 
 TASKS = [
     Task(Kind.PRE, Lane.FAST, 0, 1, ()),
-    Task(Kind.LOAD_PAGE, Lane.DOWN, 1, 3, ()),
+    Task(Kind.LOAD_PAGE, Lane.LINK_DOWN, 1, 3, ()),
     Task(Kind.SYNC, Lane.FAST, 0, 1, (0, 1)),
     Task(Kind.POST_WITH_EXPERTS, Lane.FAST, 0, 1, (2,)),
 ]

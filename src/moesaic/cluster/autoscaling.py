@@ -99,12 +99,12 @@ def autoscale_rules(cluster: ClusterConfig) -> dict[str, AutoscaleRule]:
         choices = RANKS_RULES if has_ranks else f"{names} without --enable-expert-parallel"
         raise ConfigError.field("--autoscale", text, choices)
     for role, rule in rules.items():
-        if "expert_servers" in ROLES[role] and rule.least < cluster.min_replicas:
+        if "expert_servers" in ROLES[role] and rule.minimum < cluster.min_replicas:
             choices = f"MIN of at least --min-replicas, {cluster.min_replicas}"
             raise ConfigError.field("--autoscale", text, choices)
         for name in ROLES[role]:
             count, flag = getattr(cluster, name), "--" + name.replace("_", "-")
-            if not rule.least <= count <= rule.most:
-                choices = f"{rule.least} to {rule.most} with --autoscale {text}"
+            if not rule.minimum <= count <= rule.maximum:
+                choices = f"{rule.minimum} to {rule.maximum} with --autoscale {text}"
                 raise ConfigError.field(flag, count, choices)
     return rules

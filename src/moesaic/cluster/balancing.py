@@ -12,7 +12,7 @@ from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.policy.placement import around_homes, balance
 from moesaic.policy.placement.online import Traffic
-from moesaic.policy.placement.spreading import exposed
+from moesaic.policy.placement.spreading import count_exposed
 
 BANDWIDTH = 2**30
 """Assumed rate, in bytes/s, at which a server reads weights: that of a common SSD."""
@@ -104,7 +104,9 @@ class Balancing:
     def _is_safer(
         old: Placement, new: Placement, servers: Mapping[int, float], hosts: Mapping[int, str] | None
     ) -> bool:
-        return new is not old and exposed(new, list(servers), hosts) < exposed(old, list(servers), hosts)
+        return new is not old and count_exposed(new, list(servers), hosts) < count_exposed(
+            old, list(servers), hosts
+        )
 
     def traffic(self, bandwidth: float) -> Traffic:
         """What the servers did in the window. bandwidth: bytes/s at which a server loads experts."""

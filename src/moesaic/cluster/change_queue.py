@@ -42,7 +42,7 @@ from moesaic.policy.placement import balance
 from moesaic.policy.placement.locality import Rule
 from moesaic.policy.placement.online import Traffic, judge
 from moesaic.policy.placement.online_solution import Fleet, Solution
-from moesaic.policy.placement.spreading import exposed
+from moesaic.policy.placement.spreading import count_exposed
 
 LOG = logging.getLogger(__name__)
 RETRY_SECONDS = 5.0
@@ -342,7 +342,7 @@ class ChangeQueue:
         new = balancing.plan_spread(placement, capacities, hosts)
         if new is not None:
             return _QueuedChange("spreading copies over hosts", self.changes.rebalance(new))
-        num_exposed = exposed(placement, list(capacities), hosts)
+        num_exposed = count_exposed(placement, list(capacities), hosts)
         if num_exposed and self._cluster.min_replicas > 1 and not self._has_warned:
             self._has_warned = True
             LOG.warning(
@@ -393,12 +393,16 @@ class ChangeQueue:
         moves = balance.moves(placement, solution.placement)
         expert = self.layout.expert_bytes
         verdict = judge(
-            solution.before, solution.after, len(moves), balance.busiest_bytes(moves, expert), traffic
+            solution.old_forecast,
+            solution.new_forecast,
+            len(moves),
+            balance.busiest_bytes(moves, expert),
+            traffic,
         )
         live.record_verdict(solution, verdict)
         return (
             None
-            if verdict.why_not
+            if verdict.reason
             else _QueuedChange("placing by routing", self._swap_placement(solution, live))
         )
 

@@ -92,15 +92,15 @@ class LivePlacement:
 
     def record_verdict(self, solution: Solution, verdict: Verdict) -> None:
         """Remember a verdict for the status."""
-        state = f"not swapped: {verdict.why_not}" if verdict.why_not else "swapping"
+        state = f"not swapped: {verdict.reason}" if verdict.reason else "swapping"
         self.status = replace(
             self.status,
             gain_seconds=verdict.gain,
             cost_seconds=verdict.cost,
-            local_before=solution.before.local,
-            local_after=solution.after.local,
-            balancedness_before=solution.before.balancedness,
-            balancedness_after=solution.after.balancedness,
+            local_before=solution.old_forecast.local,
+            local_after=solution.new_forecast.local,
+            balancedness_before=solution.old_forecast.balancedness,
+            balancedness_after=solution.new_forecast.balancedness,
         )
         self._set_state(state)
 

@@ -22,7 +22,7 @@ from moesaic.config.values import KernelName
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
-from moesaic.policy.fleet.devices import Devices, beside, choose
+from moesaic.policy.fleet.devices import Devices, choose, count_sharing
 from moesaic.trace.parts import part_path
 from moesaic.transport.host import this_host
 
@@ -292,7 +292,7 @@ class Members:
             return 0  # Ray gives a GPU to one process only
         other_members = [member for member in self.all_members if member is not worker]
         if worker.devices:
-            return beside(worker.devices, [member.devices for member in other_members])
+            return count_sharing(worker.devices, [member.devices for member in other_members])
         servers = len(self.servers_of_launcher) if self._worker_config.model.device == "cuda" else 0
         return len(self._select_launched(self.clients)) + servers - 1
 

@@ -108,7 +108,7 @@ class FirstPlacement:
             hosts,
         )
         copies = sum(int(placement.replicas(layer).sum()) for layer in placement.layers)
-        num_resident = copies - returning.missing(placement, resident_experts)
+        num_resident = copies - returning.count_missing(placement, resident_experts)
         LOG.info("the servers have %d of %d copies of experts in memory", num_resident, copies)
         self._publisher.placement = placement
         for member in members:

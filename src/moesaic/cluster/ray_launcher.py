@@ -37,7 +37,7 @@ from moesaic.cluster.member import Member, Role
 from moesaic.config import ClusterConfig, ExpertServerConfig, KernelName, WorkerConfig
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.models import fingerprint
-from moesaic.policy.fleet.nodes import Resources, has, no_room, preferred, threads_that_fit
+from moesaic.policy.fleet.nodes import Resources, choose_nodes, has_room, no_room, threads_that_fit
 from moesaic.transport import address as addresses
 from moesaic.transport.host import find_advertised_address
 
@@ -177,10 +177,10 @@ class RayLauncher:
         clients = process.member.role is not Role.SERVER
         alike = [node for member, node in rooms if (member.role is not Role.SERVER) is clients]
         partner_node = next((node for member, node in rooms if member.name == process.partner), None)
-        nodes = [node["NodeID"] for node in _nodes() if has(node["Resources"], bundle)]
+        nodes = [node["NodeID"] for node in _nodes() if has_room(node["Resources"], bundle)]
         now = time.monotonic()
         lost_nodes = {node for node, lost_at in self._lost_nodes.items() if now - lost_at < LOST_SECONDS}
-        preferred_nodes = preferred(nodes, alike, partner_node, lost_nodes)
+        preferred_nodes = choose_nodes(nodes, alike, partner_node, lost_nodes)
         if not preferred_nodes:
             return None
         group = placement_group(

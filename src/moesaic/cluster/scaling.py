@@ -181,8 +181,8 @@ class Changes:
         for role, rule in autoscale_rules(self._cluster).items():
             for name in ROLES[role]:
                 number = numbers[name]
-                if number != now[name] and not rule.least <= number <= rule.most:
-                    bounds = f"{rule.least} to {rule.most}"
+                if number != now[name] and not rule.minimum <= number <= rule.maximum:
+                    bounds = f"{rule.minimum} to {rule.maximum}"
                     raise ScalingError(f"{name}: got {number}; --autoscale allows {bounds}", True)
 
     def add_server(self, newcomer: JoinedProcess | None = None) -> Change:
@@ -314,7 +314,7 @@ class Changes:
         replicas = self._cluster.min_replicas if least is None else least
         previous, redundant = self._publisher.placement, self._cluster.redundant_experts
         if previous is not None and resident_experts:
-            previous = returning.joined_by(previous, resident_experts, weights)
+            previous = returning.add_servers(previous, resident_experts, weights)
         hosts = self._hosts()
         try:
             return balance.place(load, layers, weights, redundant, replicas, previous, hosts=hosts)

@@ -37,10 +37,10 @@ class Suspicion:
         silence = child.connection.silence
         member.last_seen = max(member.last_seen, now - silence)
         verdict = RULE.judge(silence, member.in_service)
-        if verdict is Verdict.GONE:
+        if verdict is Verdict.DEAD:
             return f"{member.name} sent nothing for {silence:.1f} s: giving it up"
-        if member.is_suspected != (verdict is Verdict.SUSPECTED):
-            self._set(member, verdict is Verdict.SUSPECTED)
+        if member.is_suspected != (verdict is Verdict.SUSPECT):
+            self._set(member, verdict is Verdict.SUSPECT)
         return None
 
     def _set(self, member: Member, is_suspected: bool) -> None:

@@ -88,7 +88,7 @@ def time_operations(options: KernelsBench) -> Report:
 
 
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
-    model_type = COMPRESSED_DTYPE if model.compressed else model.quantized
+    model_type = COMPRESSED_DTYPE if model.has_compressed_experts else model.quantized_dtype
     types = options.types or tuple(dict.fromkeys((*USUAL, *((model_type,) if model_type else ()))))
     if kernels.can_use_quantized:
         return types

@@ -32,7 +32,7 @@ from moesaic.core.weight_types import (
     is_packed,
     is_unquantized,
 )
-from moesaic.cost.assumed import assumed
+from moesaic.cost.assumptions import list_assumptions
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.reading import number_type, read
 from moesaic.cost.sizes import ModelSizes
@@ -273,7 +273,9 @@ def _judge(
     if report.problems:
         return report
     own_fit = next(candidate for candidate in fits if candidate.format.name == stored_type)
-    report = replace(report, assumptions=[] if target.hardware is None else assumed(model, target.hardware))
+    report = replace(
+        report, assumptions=[] if target.hardware is None else list_assumptions(model, target.hardware)
+    )
     if report.storage.download is not None and report.storage.download > disk:
         return replace(report, disk=disk)
     if own_fit.can_serve:
@@ -319,7 +321,7 @@ def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, sourc
                 plain, staging = in_format(sizes, loaded_type, gpu=False), model.staging
                 return replace(plain, conversion="columns", read=model.read, staging=staging)
             if model.conversion is not None:
-                return replace(model, computed=ROW_BYTES)
+                return replace(model, activation_number=ROW_BYTES)
     return (
         convert_sizes(sizes, loaded_type, source.read())
         if loaded_type in QUANTIZATIONS

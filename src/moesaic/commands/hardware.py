@@ -93,7 +93,7 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
         )
     except (OSError, ValueError, MoesaicError):
         return effort  # without a model, products of the usual sizes are measured
-    packed_type = COMPRESSED_DTYPE if model.compressed else model.quantized
+    packed_type = COMPRESSED_DTYPE if model.has_compressed_experts else model.quantized_dtype
     packed_type = packed_type if packed_type is not None and is_packed(packed_type) else None
     sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed_type)
     converting = None

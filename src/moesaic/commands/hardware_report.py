@@ -21,7 +21,7 @@ DIFFERS = 1.5
 
 def as_text(hardware: Hardware, output_file: Path | None) -> str:
     """Tables, and remarks below them. output_file: the file that was written, or None."""
-    figures = hardware.measured
+    figures = hardware.measurements
     parts = [f"{hardware.name}: {hardware.source}", in_text(_levels(hardware))]
     for prefix, level_name in (("", ""), ("fast_", ", fast level"), ("slow_", ", slow level")):
         if f"{prefix}memory" in figures:
@@ -43,7 +43,7 @@ def as_text(hardware: Hardware, output_file: Path | None) -> str:
 
 def remarks(hardware: Hardware) -> list[str]:
     """What a reader must know to judge the figures, one remark each."""
-    figures = hardware.measured
+    figures = hardware.measurements
     notes: list[str] = []
     if "disk" not in figures:
         return notes
@@ -54,7 +54,7 @@ def remarks(hardware: Hardware) -> list[str]:
     if "write_gib" not in figures:
         notes.append("Writing was not measured: the link up is assumed to be as fast as the link down.")
     first = next(line["gib"] for line in figures["disk"] if not line["repeated"])
-    ratio = hardware.link.down / GIB / first
+    ratio = hardware.link.down_bandwidth / GIB / first
     if ratio > DIFFERS:
         notes.append(
             f"Repeated reads are {ratio:.1f} times as fast as the first one, and plans use their rate. A "
@@ -67,8 +67,8 @@ def _levels(hardware: Hardware) -> Table:
     table = _table("", "memory", "GiB/s", "Gflops/s", "prefill efficiency")
     for level in (hardware.fast, hardware.slow):
         table.add_row(level.name, in_bytes(level.memory), _gib(level.bandwidth), *_processor(level))
-    table.add_row("link down", "", _gib(hardware.link.down), "", "")
-    table.add_row("link up", "", _gib(hardware.link.up), "", "")
+    table.add_row("link down", "", _gib(hardware.link.down_bandwidth), "", "")
+    table.add_row("link up", "", _gib(hardware.link.up_bandwidth), "", "")
     for name, rate in hardware.link.conversions:
         table.add_row(f"conversion, {name}", "", _gib(rate), "", "")
     if hardware.link.staging is not None:

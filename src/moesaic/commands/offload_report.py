@@ -12,7 +12,7 @@ from rich.table import Table
 from moesaic.commands.processes import in_text
 from moesaic.commands.units import in_bytes
 from moesaic.core.metrics import PassStats
-from moesaic.cost.assumed import assumed
+from moesaic.cost.assumptions import list_assumptions
 from moesaic.cost.hardware import GIB
 from moesaic.planning import Job, WorkerPlan
 from moesaic.policy.offloading.policies import Policy
@@ -109,7 +109,7 @@ def describe_plan(worker_plan: WorkerPlan, job: Job) -> str:
     per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
     padding_text = "" if job.padded_length is None else f", prompts padded to {job.padded_length}"
     prefill = price.prefill_throughput * job.prompt / job.num_computed_tokens
-    notes = "".join(f"\n{note}" for note in assumed(worker_plan.model, worker_plan.hardware))
+    notes = "".join(f"\n{note}" for note in list_assumptions(worker_plan.model, worker_plan.hardware))
     memory_text = ", ".join(
         f"{name} {in_bytes(size)}" for name, size in price.fast.items() if size >= 1 << 20
     )

@@ -23,12 +23,12 @@ from moesaic.core.profile import Profile, Routes
 from moesaic.core.tables import Tables
 from moesaic.core.topology import Topology
 from moesaic.core.topology import read as read_topology
-from moesaic.policy.placement import held_out, redundancy
-from moesaic.policy.placement.activation_map import activation_map, commonest, dealt
+from moesaic.policy.placement import holdout, redundancy
+from moesaic.policy.placement.activation_map import activation_map, commonest, deal_tokens
 from moesaic.policy.placement.link_prices import HostMap
 from moesaic.policy.placement.locality import FloatArray
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.policy.placement.solvers.priced import priced
+from moesaic.policy.placement.solvers.link_aware import solve_for_links
 
 Clock = Callable[[], float]
 DRAWN_TOKENS = 160
@@ -74,7 +74,7 @@ class _SolverRunner:
     @property
     def rank_prices(self) -> FloatArray | None:
         """The prices, where workers are ranks. Elsewhere no pair is on a token's own rank."""
-        return self.prices if self.host_map is not None and self.host_map.beside else None
+        return self.prices if self.host_map is not None and self.host_map.workers_are_ranks else None
 
     def solve(self, name: str, profile: Profile, task: str) -> _Solution:
         """Run solver `name`. task: name of the progress bar."""
@@ -82,7 +82,9 @@ class _SolverRunner:
         clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, task))
         placement = blind = redundancy.place(profile, clusters, copies)
         if (prices := self.prices) is not None:
-            clusters = priced(profile, clusters, prices, options.seed, partial(self.show, f"{task}, links"))
+            clusters = solve_for_links(
+                profile, clusters, prices, options.seed, partial(self.show, f"{task}, links")
+            )
             placement = redundancy.place(profile, clusters, copies, prices=self.rank_prices)
         return _Solution(clusters, placement, self.clock() - start, blind)
 
@@ -93,13 +95,13 @@ class _SolverRunner:
         host_map = self.host_map
         if self.topology is None or host_map is None:
             return None
-        unpriced_loads = held_out.measure_links(
+        unpriced_loads = holdout.measure_links(
             learned_profile, solution.unpriced_placement, held_out_routes, host_map, aware=False
         )
-        priced_loads = held_out.measure_links(
+        priced_loads = holdout.measure_links(
             learned_profile, solution.placement, held_out_routes, host_map, aware=not host_map.alike
         )
-        return LinkReport(self.topology, unpriced_loads, priced_loads, host_map.beside)
+        return LinkReport(self.topology, unpriced_loads, priced_loads, host_map.workers_are_ranks)
 
 
 def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
@@ -136,7 +138,7 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
 
     The measured placements are solved on a share of the requests. The written one is solved on all of them.
     """
-    learned_profile, held_out_routes = held_out.split(profile, options.share, options.seed)
+    learned_profile, held_out_routes = holdout.split(profile, options.share, options.seed)
     trials: list[Trial] = []
     skip_notes: list[str] = []
     for name in options.solvers_to_measure:
@@ -147,7 +149,7 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
                 raise
             skip_notes.append(f"metis was skipped: {error}")
             continue
-        measurement = held_out.measure_placement(
+        measurement = holdout.measure_placement(
             learned_profile, solution.clusters, solution.placement, held_out_routes, runner.rank_prices
         )
         links = runner.measure_links(learned_profile, solution, held_out_routes)
@@ -157,7 +159,7 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
         profile=profile,
         learned_requests=learned_profile.routes.requests,
         held_out_routes=held_out_routes,
-        unseen_share=held_out.unseen(learned_profile, held_out_routes),
+        unseen_share=holdout.measure_unseen(learned_profile, held_out_routes),
         trials=trials,
         skip_notes=skip_notes,
         written_placement=None
@@ -207,7 +209,7 @@ def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Coc
     maps = [
         (label, activation_map(profile, clusters_of_map, index, tokens))
         for label, clusters_of_map in (
-            ("vanilla placement, ids in their order", dealt(vanilla, tokens)),
+            ("vanilla placement, ids in their order", deal_tokens(vanilla, tokens)),
             ("vanilla placement, ids on their best rank", vanilla),
             (f"placed by {name}, ids on their best rank", clusters),
         )

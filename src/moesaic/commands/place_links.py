@@ -42,7 +42,7 @@ class LinkReport:
         sizes = {
             "before": self.unpriced_loads.sizes(size),
             "after": self.priced_loads.sizes(size),
-            "once_per_host": self.priced_loads.sizes(size, once=True),
+            "once_per_host": self.priced_loads.sizes(size, once_per_host=True),
         }
         links: list[dict[str, Any]] = []
         for index, host in enumerate(names):

@@ -16,7 +16,7 @@ from moesaic.commands.options import Place
 from moesaic.commands.place_links import LinkReport
 from moesaic.commands.processes import in_text
 from moesaic.core.profile import Profile, Routes
-from moesaic.policy.placement.held_out import Measured
+from moesaic.policy.placement.holdout import PlacementMeasures
 from moesaic.policy.placement.locality import Locality
 
 NUMBER_BYTES = 4
@@ -30,7 +30,7 @@ class Trial:
     solver: str
     seconds: float
     """Seconds that the solver took."""
-    measurement: Measured
+    measurement: PlacementMeasures
     notes: tuple[str, ...]
     links: LinkReport | None = None
     """What the links carry. None without --topology."""

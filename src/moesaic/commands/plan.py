@@ -21,11 +21,11 @@ from moesaic.commands.plan_report import Report
 from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
-from moesaic.cost.assumed import assumed
+from moesaic.cost.assumptions import list_assumptions
 from moesaic.cost.hardware import Hardware, from_tables
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
-from moesaic.cost.sizes import KNOWN, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
 from moesaic.planning.deployment import demand, spec
@@ -85,7 +85,7 @@ def plan(options: Plan, measured_machine: Hardware | None = None) -> Report:
     assert options.prompt_len is not None and options.gen_len is not None
     model = find_model(options.model)
     if options.profile is not None:
-        routing = Routing.of(Profile.load(options.profile), model.experts, model.top_k)
+        routing = Routing.from_profile(Profile.load(options.profile), model.experts, model.top_k)
         model = replace(model, routing=routing)
     hardware = (measured_machine or find_hardware(options.hardware)).parallel(options.gpus)
     hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
@@ -106,13 +106,13 @@ def plan(options: Plan, measured_machine: Hardware | None = None) -> Report:
 
 def _fit_to_machine(model: ModelSizes, hardware: Hardware) -> tuple[ModelSizes, list[str]]:
     """The sizes of a model as the machine's fast level computes it, and what the plan assumes."""
-    if hardware.slow.processor is not None and model.compressed:
+    if hardware.slow.processor is not None and model.has_compressed_experts:
         model = decompress_sizes(model)
     if hardware.slow.processor is None or model.conversion is None:
-        return model, assumed(model, hardware)
+        return model, list_assumptions(model, hardware)
     model = over_ram(model)
-    notes = assumed(model, hardware)
-    if model.quantized is not None:
+    notes = list_assumptions(model, hardware)
+    if model.quantized_dtype is not None:
         notes.append("Assumed: --kernels triton. With the reference, quantised experts become bf16 on a GPU.")
     return model, notes
 
@@ -134,8 +134,8 @@ def find_model(name: str) -> ModelSizes:
 
     Raises ConfigError if there is no such model.
     """
-    if name in KNOWN:
-        return KNOWN[name]
+    if name in PUBLISHED_MODELS:
+        return PUBLISHED_MODELS[name]
     path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
     if path.is_dir() or is_gguf(path):
         path = gguf_at(path) or path
@@ -145,7 +145,9 @@ def find_model(name: str) -> ModelSizes:
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        allowed_values = f"a directory with config.json, a config.json, a GGUF file, {', '.join(KNOWN)}"
+        allowed_values = (
+            f"a directory with config.json, a config.json, a GGUF file, {', '.join(PUBLISHED_MODELS)}"
+        )
         raise ConfigError.field("model", name, allowed_values) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error

@@ -13,7 +13,7 @@ from rich.table import Table
 from moesaic.commands.plan_options import Plan
 from moesaic.commands.processes import in_text
 from moesaic.commands.tables import numbers
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.deployment.search import Deployments
 from moesaic.planning.deployment.serving import list_commands, list_host_commands, list_notes
 from moesaic.planning.deployment.trials import Trial
@@ -169,7 +169,7 @@ def _list_assumptions(plan: Deployments, options: Plan) -> list[str]:
             f"Simulated: {best.layers} layers, each for {plan.model.moe_layers / best.layers:g} of the "
             "model's."
         )
-    if options.model in KNOWN:
+    if options.model in PUBLISHED_MODELS:
         sentences.append(
             f"{options.model} is a name of sizes: serve takes the checkpoint's directory or hub id."
         )

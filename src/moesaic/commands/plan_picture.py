@@ -65,7 +65,7 @@ def _attention(report: Report) -> Panel:
 
     The type of the cached numbers determines the intensity.
     """
-    roofs = Roofs.of(report.hardware)
+    roofs = Roofs.from_hardware(report.hardware)
     work = {
         name: ops.attention(report.model, 1, report.workload.context, report.model.cache_number(dtype))
         for name, dtype in CACHES.items()
@@ -89,15 +89,15 @@ def _experts(report: Report) -> Panel:
 
     Their weights are fetched from the slow level once per batch, and read once per micro-batch.
     """
-    roofs, model, policy = Roofs.of(report.hardware), report.model, report.price.policy
-    fast = ops.routed(model, policy.micro_batch).intensity
-    batch_work = ops.routed(model, policy.batch)
+    roofs, model, policy = Roofs.from_hardware(report.hardware), report.model, report.price.policy
+    fast = ops.routed_experts(model, policy.micro_batch).intensity
+    batch_work = ops.routed_experts(model, policy.batch)
     batch = batch_work.flops / batch_work.weights
     p2, balance = roofs.p2(fast), roofs.balance(fast)
     series = _roofs(roofs, report.hardware, 0.1, 10 * max(p2, balance, batch, roofs.p1, 100))
     span = (0.1, 10 * max(p2, balance, batch))
     series.append(Line(f"mu {policy.micro_batch}", [_log(x, roofs.at_i(fast)) for x in span]))
-    series.append(Line(f"N {policy.batch}", [_log(batch, 1e9), _log(batch, roofs.fetched(fast, batch))]))
+    series.append(Line(f"N {policy.batch}", [_log(batch, 1e9), _log(batch, roofs.fetch_flops(fast, batch))]))
     marks = [("P2", p2, roofs.at_i(fast))]
     if balance <= p2 * 1.001:
         marks = [("P2 = balance", p2, roofs.at_i(fast))]
@@ -193,7 +193,12 @@ def _scale_hardware(hardware: Hardware, link: float, slow: float) -> Hardware:
     quick = level.processor and replace(level.processor, flops=slow * level.processor.flops)
     new_level = replace(level, memory=slow * level.memory, bandwidth=slow * level.bandwidth, processor=quick)
     staging = None if old_link.staging is None else link * old_link.staging
-    wider = replace(old_link, down=link * old_link.down, up=link * old_link.up, staging=staging)
+    wider = replace(
+        old_link,
+        down_bandwidth=link * old_link.down_bandwidth,
+        up_bandwidth=link * old_link.up_bandwidth,
+        staging=staging,
+    )
     return replace(hardware, slow=new_level, link=wider)
 
 

@@ -14,7 +14,7 @@ from moesaic.commands.tables import numbers, pairs
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.hardware import Hardware, Level
 from moesaic.cost.sizes import ModelSizes
-from moesaic.policy.offloading.advice import Batch, Help, pays_from
+from moesaic.policy.offloading.advice import Batch, Help, find_worthwhile_batch
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.pricing import Phase, Price, Pricing
 
@@ -90,7 +90,7 @@ def _compare_with_fast(plan_rate: float, fast_rate: float) -> str:
 
 
 def _crossing(batches: list[Batch]) -> str:
-    first = pays_from(batches)
+    first = find_worthwhile_batch(batches)
     if first is None:
         return (
             "Streaming weights does not pay at any batch size here: compute experts where their weights are."
@@ -127,7 +127,7 @@ def as_json(report: Report) -> str:
             "helps": [asdict(item) for item in report.helps],
             "by_batch": [asdict(item) for item in report.batches],
             "without_offloading": report.fast_only and report.fast_only.throughput,
-            "pays_from": pays_from(report.batches) if report.batches else None,
+            "pays_from": find_worthwhile_batch(report.batches) if report.batches else None,
             "advice": advice(report),
             "assumed": list(report.assumptions),
         }

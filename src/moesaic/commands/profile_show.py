@@ -26,7 +26,7 @@ from moesaic.policy.placement.routing_statistics import (
     Quartiles,
     Statistics,
     describe,
-    map_together,
+    map_coactivations,
     sample,
 )
 
@@ -99,7 +99,7 @@ def _write_page(
 
 def _picture(profile: Profile, routes: Routes, statistics: Statistics, prediction: Prediction | None) -> str:
     middle = len(profile.layers) // 2
-    pairs = map_together(routes, middle, profile.num_experts)
+    pairs = map_coactivations(routes, middle, profile.num_experts)
     return routing_picture.draw(statistics, prediction, pairs, middle)
 
 

@@ -11,7 +11,7 @@ from moesaic.commands.plan import find_model
 from moesaic.commands.simulate_options import Simulate
 from moesaic.commands.writable import require_writable
 from moesaic.core.errors import ConfigError
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.scenario import Scenario, load
 from moesaic.trace.parts import row_order
@@ -48,7 +48,7 @@ def _model(scenario: Scenario) -> str:
     """The name of the model, or its path beside the scenario's file."""
     name = scenario.model
     path = scenario.path(name)
-    return str(path) if name not in KNOWN and path.exists() else name
+    return str(path) if name not in PUBLISHED_MODELS and path.exists() else name
 
 
 def _write(flag: str, path: Path, text: str) -> None:

@@ -23,15 +23,15 @@ Rates = tuple[tuple[float, float], ...]
 """Measured (rows, flops/s), fewest rows first."""
 
 
-def _at(rates: Rates, rows: float) -> float:
+def _interpolate(rates: Rates, rows: float) -> float:
     """Flops/s with `rows` rows. See `Processor.experts_flops`."""
     index = bisect_right(rates, rows, key=lambda one: one[0])
     if index == len(rates):
         return rates[-1][1]
-    more, after = rates[index]
-    fewer, before = rates[max(index - 1, 0)]
-    part = 0.0 if index == 0 else (rows - fewer) / (more - fewer)
-    return rows / ((1 - part) * fewer / before + part * more / after)
+    upper_rows, upper_flops = rates[index]
+    lower_rows, lower_flops = rates[max(index - 1, 0)]
+    part = 0.0 if index == 0 else (rows - lower_rows) / (upper_rows - lower_rows)
+    return rows / ((1 - part) * lower_rows / lower_flops + part * upper_rows / upper_flops)
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,29 @@ class Processor:
     """
     launch: float = 0.0
     """Seconds that a task takes besides its computation."""
-    packed: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
+    packed_rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
     """Type of quantised experts (a key of core.stored.QUANTIZED) -> `experts` of experts in this type. Types
     that are left out are priced by `experts`."""
 
-    def rates(self, stored: str | None) -> Rates:
-        """The measured rates of experts. stored: their type if they are quantised.
+    def rates(self, dtype: str | None) -> Rates:
+        """The measured rates of experts. dtype: their type if they are quantised.
 
         Experts whose gate and up have one type, and whose down has another, take the seconds of both.
         """
-        known, (first, second) = dict(self.packed), split_dtype(stored or "")
-        inner, down = known.get(first), known.get(second)
-        if inner is None or down is None:
+        packed_rates, (first, second) = dict(self.packed_rates), split_dtype(dtype or "")
+        inner_rates, down_rates = packed_rates.get(first), packed_rates.get(second)
+        if inner_rates is None or down_rates is None:
             return self.experts
         if first == second:
-            return inner
-        return tuple((rows, 3 / (2 / flops + 1 / _at(down, rows))) for rows, flops in inner)
+            return inner_rates
+        return tuple(
+            (rows, 3 / (2 / flops + 1 / _interpolate(down_rates, rows))) for rows, flops in inner_rates
+        )
 
-    def experts_flops(self, rows: float, stored: str | None = None) -> float:
+    def experts_flops(self, rows: float, dtype: str | None = None) -> float:
         """Flops/s of routed experts with a mean of `rows` rows each. Their `rates` must not be empty.
 
-        stored: their type if they are quantised.
+        dtype: their type if they are quantised.
 
         Between two measured numbers of rows, an expert's seconds are interpolated linearly. With fewer rows
         than the fewest measured, it takes as long as with those.
@@ -85,7 +87,7 @@ class Processor:
         Example: 10 flops/s were measured with 1 row and 20 with 4. For one flop in each row, an expert
         takes 0.1 s and 0.2 s. With 2.5 rows it takes 0.15 s, so the rate is 16.7.
         """
-        return _at(self.rates(stored), rows)
+        return _interpolate(self.rates(dtype), rows)
 
     def times(self, factor: float) -> Processor:
         """The same processor, `factor` times as fast."""
@@ -93,8 +95,8 @@ class Processor:
         def faster(rates: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
             return tuple((rows, factor * flops) for rows, flops in rates)
 
-        packed = tuple((name, faster(rates)) for name, rates in self.packed)
-        return replace(self, flops=factor * self.flops, experts=faster(self.experts), packed=packed)
+        packed = tuple((name, faster(rates)) for name, rates in self.packed_rates)
+        return replace(self, flops=factor * self.flops, experts=faster(self.experts), packed_rates=packed)
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class Level:
 class Link:
     """The link from a level to the next faster one. Both directions work at the same time."""
 
-    down: float
+    down_bandwidth: float
     """Bytes/s from the slower level to the faster one."""
-    up: float
+    up_bandwidth: float
     """Bytes/s from the faster level to the slower one."""
     staging: float | None = None
     """Bytes/s of the copy into pinned memory before a transfer down. None: there is no such copy."""
@@ -145,7 +147,7 @@ class Hardware:
     link: Link
     source: str = ""
     """The source of the numbers, for people."""
-    measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    measurements: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """All results of `moesaic hardware measure`. Plans do not read them."""
 
     def parallel(self, ranks: int) -> Hardware:
@@ -173,13 +175,13 @@ class Hardware:
         )
         return replace(self, slow=slow)
 
-    def with_link(self, down: float) -> Hardware:
+    def with_link(self, bandwidth: float) -> Hardware:
         """The machine with another link speed, in bytes/s, with the overhead of transfers and conversions.
 
         If the slow level is a disk, it is read at this speed.
         """
-        link = replace(self.link, down=down, latency=0.0, conversions=())
-        slow = self.slow if self.slow.processor is not None else replace(self.slow, bandwidth=down)
+        link = replace(self.link, down_bandwidth=bandwidth, latency=0.0, conversions=())
+        slow = self.slow if self.slow.processor is not None else replace(self.slow, bandwidth=bandwidth)
         return replace(self, link=link, slow=slow)
 
     def to_tables(self) -> dict[str, dict[str, Any]]:
@@ -193,14 +195,14 @@ class Hardware:
                 "usable": level.usable,
             }
             tables[key] |= {} if level.processor is None else _entries(level.processor)
-        tables["link"] = {"down_gib": self.link.down / GIB, "up_gib": self.link.up / GIB}
+        tables["link"] = {"down_gib": self.link.down_bandwidth / GIB, "up_gib": self.link.up_bandwidth / GIB}
         if self.link.staging is not None:
             tables["link"]["staging_gib"] = self.link.staging / GIB
         if self.link.conversions:
             tables["link"]["convert_gib"] = {name: rate / GIB for name, rate in self.link.conversions}
         tables["link"] |= {"latency_us": 1e6 * self.link.latency, "handover_us": 1e6 * self.link.handover}
-        if self.measured:
-            tables["measured"] = dict(self.measured)
+        if self.measurements:
+            tables["measured"] = dict(self.measurements)
         return tables
 
 
@@ -218,12 +220,14 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
 
     Raises ConfigError naming the key.
     """
-    unknown = sorted(set(tables) - {"machine", "fast", "slow", "link", "measured"})
-    if unknown:
-        raise ConfigError.field("hardware file", unknown[0], "machine, fast, slow, link, measured")
+    unknown_tables = sorted(set(tables) - {"machine", "fast", "slow", "link", "measured"})
+    if unknown_tables:
+        raise ConfigError.field("hardware file", unknown_tables[0], "machine, fast, slow, link, measured")
     machine, link = _table(tables, "machine", {}), _table(tables, "link")
-    _known("link", link, ("down_gib", "up_gib", "staging_gib", "convert_gib", "latency_us", "handover_us"))
-    down = _number(link, "link", "down_gib")
+    _check_keys(
+        "link", link, ("down_gib", "up_gib", "staging_gib", "convert_gib", "latency_us", "handover_us")
+    )
+    down_gib = _number(link, "link", "down_gib")
     fast = _level(tables, "fast")
     if fast.processor is None:
         raise ConfigError("hardware file: fast.tflops is missing: the fast level needs a processor")
@@ -233,15 +237,15 @@ def from_tables(tables: Mapping[str, Any]) -> Hardware:
         fast=fast,
         slow=_level(tables, "slow"),
         link=Link(
-            down * GIB,
-            _number(link, "link", "up_gib", down) * GIB,
+            down_gib * GIB,
+            _number(link, "link", "up_gib", down_gib) * GIB,
             staging,
             _number(link, "link", "latency_us", 0.0, zero=True) / 1e6,
             _number(link, "link", "handover_us", 0.0, zero=True) / 1e6,
             _conversions(link),
         ),
         source=str(machine.get("source", "")),
-        measured=_table(tables, "measured", {}),
+        measurements=_table(tables, "measured", {}),
     )
 
 
@@ -263,7 +267,7 @@ def _entries(processor: Processor) -> dict[str, Any]:
     lines: list[dict[str, Any]] = [{"rows": rows, "gflops": flops / 1e9} for rows, flops in processor.experts]
     lines += [
         {"type": name, "rows": rows, "gflops": flops / 1e9}
-        for name, rates in processor.packed
+        for name, rates in processor.packed_rates
         for rows, flops in rates
     ]
     return entries | ({"experts": lines} if lines else {})
@@ -271,49 +275,51 @@ def _entries(processor: Processor) -> dict[str, Any]:
 
 def _level(tables: Mapping[str, Any], key: str) -> Level:
     table = _table(tables, key)
-    _known(key, table, _LEVEL_KEYS)
+    _check_keys(key, table, _LEVEL_KEYS)
     processor = None
     if "tflops" in table:
-        rates, packed = _experts(table, key)
+        rates, packed_rates = _experts(table, key)
         processor = Processor(
             _number(table, key, "tflops") * 1e12,
-            _number(table, key, "prefill_efficiency", 1.0, most=1.0),
+            _number(table, key, "prefill_efficiency", 1.0, maximum=1.0),
             _number(table, key, "attention_efficiency", 1.0),
-            _number(table, key, "overlap", 1.0, most=1.0, zero=True),
+            _number(table, key, "overlap", 1.0, maximum=1.0, zero=True),
             rates,
             _number(table, key, "launch_us", 0.0, zero=True) / 1e6,
-            packed,
+            packed_rates,
         )
     return Level(
         name=str(table.get("name", key)),
         memory=_number(table, key, "memory_gib") * GIB,
         bandwidth=_number(table, key, "bandwidth_gib") * GIB,
         processor=processor,
-        usable=_number(table, key, "usable", 0.9, most=1.0),
+        usable=_number(table, key, "usable", 0.9, maximum=1.0),
     )
 
 
 def _experts(table: Mapping[str, Any], key: str) -> tuple[Rates, tuple[tuple[str, Rates], ...]]:
     """See `Processor.experts` and `Processor.packed`."""
-    lines, where = table.get("experts", []), f"{key}.experts"
+    lines, table_name = table.get("experts", []), f"{key}.experts"
     if not isinstance(lines, list) or not all(isinstance(line, Mapping) for line in lines):
-        raise ConfigError.field(f"hardware file: {where}", lines, "tables with rows and gflops")
-    found: dict[str | None, list[tuple[float, float]]] = {None: []}
+        raise ConfigError.field(f"hardware file: {table_name}", lines, "tables with rows and gflops")
+    rates_by_type: dict[str | None, list[tuple[float, float]]] = {None: []}
     for line in lines:
         kind = line.get("type")
         if kind is not None and kind not in QUANTIZATIONS:
-            raise ConfigError.field(f"hardware file: {where}.type", kind, ", ".join(QUANTIZATIONS))
-        rate = _number(line, where, "rows"), 1e9 * _number(line, where, "gflops")
-        found.setdefault(kind, []).append(rate)
-    plain = tuple(sorted(found.pop(None)))
-    return plain, tuple((str(kind), tuple(sorted(rates))) for kind, rates in sorted(found.items(), key=str))
+            raise ConfigError.field(f"hardware file: {table_name}.type", kind, ", ".join(QUANTIZATIONS))
+        rate = _number(line, table_name, "rows"), 1e9 * _number(line, table_name, "gflops")
+        rates_by_type.setdefault(kind, []).append(rate)
+    plain = tuple(sorted(rates_by_type.pop(None)))
+    return plain, tuple(
+        (str(kind), tuple(sorted(rates))) for kind, rates in sorted(rates_by_type.items(), key=str)
+    )
 
 
 def _conversions(link: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     table = link.get("convert_gib", {})
     if not isinstance(table, Mapping):
         raise ConfigError.field("hardware file: link.convert_gib", table, "a table of names and GiB/s")
-    _known("link.convert_gib", table, CONVERSIONS)
+    _check_keys("link.convert_gib", table, CONVERSIONS)
     return tuple((name, _number(table, "link.convert_gib", name) * GIB) for name in sorted(table))
 
 
@@ -326,27 +332,27 @@ def _table(
     return table
 
 
-def _known(where: str, table: Mapping[str, Any], keys: tuple[str, ...]) -> None:
-    unknown = sorted(set(table) - set(keys))
-    if unknown:
-        raise ConfigError.field(f"hardware file: {where}", unknown[0], ", ".join(keys))
+def _check_keys(table_name: str, table: Mapping[str, Any], keys: tuple[str, ...]) -> None:
+    unknown_keys = sorted(set(table) - set(keys))
+    if unknown_keys:
+        raise ConfigError.field(f"hardware file: {table_name}", unknown_keys[0], ", ".join(keys))
 
 
 def _number(
     table: Mapping[str, Any],
-    where: str,
+    table_name: str,
     key: str,
     default: float | None = None,
-    most: float = float("inf"),
+    maximum: float = float("inf"),
     zero: bool = False,
 ) -> float:
     """A number from a table. zero: 0 is allowed."""
     value = table.get(key, default)
     if value is None:
-        raise ConfigError(f"hardware file: {where}.{key} is missing")
+        raise ConfigError(f"hardware file: {table_name}.{key} is missing")
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not (0 < value <= most or (zero and value == 0)) or value == float("inf"):
+    if not good or not (0 < value <= maximum or (zero and value == 0)) or value == float("inf"):
         low = "of 0 or more" if zero else "above 0"
-        top = "" if most == float("inf") else f" up to {most:g}"
-        raise ConfigError.field(f"hardware file: {where}.{key}", value, f"a number {low}{top}")
+        top = "" if maximum == float("inf") else f" up to {maximum:g}"
+        raise ConfigError.field(f"hardware file: {table_name}.{key}", value, f"a number {low}{top}")
     return float(value)

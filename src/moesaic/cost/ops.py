@@ -44,7 +44,7 @@ class Work:
         return Work(times * self.flops, times * self.weights, times * self.cache, times * self.activations)
 
 
-def touched(experts: int, top_k: float, rows: float) -> float:
+def uniform_distinct(experts: int, top_k: float, rows: float) -> float:
     """Expected number of experts of a layer that `rows` tokens choose together, if all are equally likely.
 
     Example: of 8 experts each token chooses 2. 1 row -> 2, 2 rows -> 3.5, 36 rows -> 8.0.
@@ -58,7 +58,7 @@ def distinct(model: ModelSizes, rows: float) -> float:
     It uses the model's routing if it is known, else `touched`.
     """
     if model.routing is None:
-        return touched(model.experts, model.top_k, rows)
+        return uniform_distinct(model.experts, model.top_k, rows)
     return model.experts * model.routing.share(rows)
 
 
@@ -67,17 +67,19 @@ def rows_each(model: ModelSizes, rows: float) -> float:
     return rows * model.top_k / max(distinct(model, rows), 1e-9)
 
 
-def _product(model: ModelSizes, rows: float, before: float, after: float, parameters: float) -> Work:
-    """A product of `rows` rows of `before` numbers with weights of `parameters` numbers, giving rows of
-    `after` numbers."""
-    moved = rows * (before + after) * model.row_number
-    return Work(2 * rows * parameters, parameters * model.number, 0.0, moved)
+def _product(
+    model: ModelSizes, rows: float, input_width: float, output_width: float, parameters: float
+) -> Work:
+    """A product of `rows` rows of `input_width` numbers with weights of `parameters` numbers, giving rows of
+    `output_width` numbers."""
+    moved_bytes = rows * (input_width + output_width) * model.row_number
+    return Work(2 * rows * parameters, parameters * model.number, 0.0, moved_bytes)
 
 
 def query_key_value(model: ModelSizes, rows: float) -> Work:
     """The projections before attention: query, key and value."""
-    wide = model.attention.query + model.attention.cached
-    parameters = model.attention.projected(model.hidden)[0]
+    wide = model.attention.query + model.attention.cache_width
+    parameters = model.attention.projection_sizes(model.hidden)[0]
     return _product(model, rows, model.hidden, wide, parameters)
 
 
@@ -104,7 +106,7 @@ def causal_attention(model: ModelSizes, requests: float, prompt: float, number: 
 
 def output_projection(model: ModelSizes, rows: float) -> Work:
     """The output projection after attention."""
-    parameters = model.attention.projected(model.hidden)[1]
+    parameters = model.attention.projection_sizes(model.hidden)[1]
     return _product(model, rows, model.attention.output, model.hidden, parameters)
 
 
@@ -113,7 +115,7 @@ def gate(model: ModelSizes, rows: float) -> Work:
     return _product(model, rows, model.hidden, model.experts, model.hidden * model.experts)
 
 
-def routed(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
+def routed_experts(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
     """The routed experts, or a `share` of them and of the choices. Only chosen experts are read.
 
     Each row passes top_k experts, which takes 6 * top_k * hidden * width flops.
@@ -130,17 +132,17 @@ def one_expert(model: ModelSizes, rows: float) -> Work:
     return Work(2 * rows * model.expert, model.expert_bytes, 0.0, wide * model.row_number)
 
 
-def shared(model: ModelSizes, rows: float) -> Work:
+def shared_experts(model: ModelSizes, rows: float) -> Work:
     """The shared experts. Each token of a layer with routed experts passes them."""
-    return _gated(model, rows, model.shared_width)
+    return _gated_product(model, rows, model.shared_width)
 
 
 def dense(model: ModelSizes, rows: float) -> Work:
     """The feed-forward part of a layer without routed experts."""
-    return _gated(model, rows, model.dense_width)
+    return _gated_product(model, rows, model.dense_width)
 
 
-def _gated(model: ModelSizes, rows: float, width: int) -> Work:
+def _gated_product(model: ModelSizes, rows: float, width: int) -> Work:
     if not width:
         return Work()
     return _product(model, rows, model.hidden, model.hidden + 2 * width, 3 * model.hidden * width)
@@ -148,17 +150,17 @@ def _gated(model: ModelSizes, rows: float, width: int) -> Work:
 
 def feed_forward(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
     """The gate, the shared experts and a share of the routed experts."""
-    return gate(model, rows) + shared(model, rows) + routed(model, rows, share)
+    return gate(model, rows) + shared_experts(model, rows) + routed_experts(model, rows, share)
 
 
-def between(model: ModelSizes, rows: float, answers: float) -> Work:
+def between_products(model: ModelSizes, rows: float, answers: float) -> Work:
     """The work between the products of a layer: two norms, rotations, residuals, and the sum of the
     experts' answers.
 
     Rows are read and written, each with `answers` answers of experts. There are hardly any flops. This
     matters in prefill, when the rows are larger than the processor's caches.
     """
-    numbers = (8 + 2 * answers) * model.hidden + 2 * (model.attention.query + model.attention.cached)
+    numbers = (8 + 2 * answers) * model.hidden + 2 * (model.attention.query + model.attention.cache_width)
     return Work(activations=rows * numbers * model.row_number)
 
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import replace
 
 from moesaic.cost.hardware import Hardware, Level
-from moesaic.cost.mixed import Mixed
+from moesaic.cost.hybrid import HybridAttention
 from moesaic.cost.sizes import Attention, GroupedQuery, Latent, ModelSizes
 
 
@@ -35,17 +35,17 @@ def _heads(attention: Attention, ranks: int) -> Attention:
     latent.
     """
     if isinstance(attention, GroupedQuery):
-        return _grouped(attention, ranks)
-    if isinstance(attention, Mixed):
-        full, recurrent = _grouped(attention.full, ranks), attention.recurrent.part(ranks)
+        return _split_grouped(attention, ranks)
+    if isinstance(attention, HybridAttention):
+        full, recurrent = _split_grouped(attention.full, ranks), attention.recurrent.part(ranks)
         return replace(attention, full=full, recurrent=recurrent)
     assert isinstance(attention, Latent)
     return replace(attention, heads=attention.heads // ranks)
 
 
-def _grouped(attention: GroupedQuery, ranks: int) -> GroupedQuery:
-    kept = max(1, attention.kv_heads // ranks)
-    return replace(attention, heads=attention.heads // ranks, kv_heads=kept)
+def _split_grouped(attention: GroupedQuery, ranks: int) -> GroupedQuery:
+    kv_heads = max(1, attention.kv_heads // ranks)
+    return replace(attention, heads=attention.heads // ranks, kv_heads=kv_heads)
 
 
 def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
@@ -57,11 +57,16 @@ def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
     """
     fast, slow, link = hardware.fast, hardware.slow, hardware.link
     staging = None if link.staging is None else link.staging / ranks
-    link = replace(link, down=link.down / ranks, up=link.up / ranks, staging=staging)
+    link = replace(
+        link,
+        down_bandwidth=link.down_bandwidth / ranks,
+        up_bandwidth=link.up_bandwidth / ranks,
+        staging=staging,
+    )
     if not gpus:
         return replace(hardware, fast=_part(fast, ranks), link=link)
-    together = math.ceil(ranks / gpus)
-    fast = replace(_part(fast, together), memory=fast.memory / together)
+    ranks_per_gpu = math.ceil(ranks / gpus)
+    fast = replace(_part(fast, ranks_per_gpu), memory=fast.memory / ranks_per_gpu)
     slow = replace(_part(slow, ranks), memory=slow.memory / ranks)
     return replace(hardware, fast=fast, slow=slow, link=link)
 

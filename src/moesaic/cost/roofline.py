@@ -29,21 +29,23 @@ def seconds(work: Work, level: Level, efficiency: float = 1.0) -> float:
 
 
 def seconds_with_experts(
-    rest: Work,
-    routed: Work,
+    other_work: Work,
+    expert_work: Work,
     rows: float,
     level: Level,
     efficiency: float = 1.0,
-    stored: str | None = None,
+    dtype: str | None = None,
 ) -> float:
-    """Seconds of routed experts with a mean of `rows` rows each, and of the `rest` of a task.
+    """Seconds of routed experts with a mean of `rows` rows each, and of the `other_work` of a task.
 
-    If the experts' rate was measured, it is used for them, and `efficiency` only for `rest`. stored: their
+    If the experts' rate was measured, it is used for them, and `efficiency` only for `other_work`. dtype: their
     type if they are quantised.
     """
-    if level.processor is None or not level.processor.rates(stored) or not routed.flops:
-        return seconds(rest + routed, level, efficiency)
-    return seconds(rest, level, efficiency) + routed.flops / level.processor.experts_flops(rows, stored)
+    if level.processor is None or not level.processor.rates(dtype) or not expert_work.flops:
+        return seconds(other_work + expert_work, level, efficiency)
+    return seconds(other_work, level, efficiency) + expert_work.flops / level.processor.experts_flops(
+        rows, dtype
+    )
 
 
 def attention_seconds(work: Work, level: Level) -> float:
@@ -62,7 +64,7 @@ class Roofs:
     link: float
 
     @classmethod
-    def of(cls, hardware: Hardware) -> Roofs:
+    def from_hardware(cls, hardware: Hardware) -> Roofs:
         """The roofs of a machine. If the slow level has no processor, its peak is 0.
 
         Raises ValueError if the fast level has no processor.
@@ -71,7 +73,7 @@ class Roofs:
         if fast.processor is None:
             raise ValueError(f"no processor computes on {fast.name}")
         peak_j = slow.processor.flops if slow.processor else 0.0
-        return cls(fast.processor.flops, fast.bandwidth, peak_j, slow.bandwidth, hardware.link.down)
+        return cls(fast.processor.flops, fast.bandwidth, peak_j, slow.bandwidth, hardware.link.down_bandwidth)
 
     def at_i(self, intensity: float) -> float:
         """Flops/s on level i for data on level i (Equations 4, 5, 8)."""
@@ -81,7 +83,7 @@ class Roofs:
         """Flops/s on level j for data on level j."""
         return min(self.peak_j, self.bandwidth_j * intensity)
 
-    def fetched(self, intensity_i: float, intensity_j: float) -> float:
+    def fetch_flops(self, intensity_i: float, intensity_j: float) -> float:
         """Flops/s on level i for data that is fetched from level j (Equations 6, 7)."""
         return min(self.at_i(intensity_i), self.link * intensity_j)
 

@@ -19,7 +19,7 @@ class Attention(Protocol):
     """The attention of one layer over a cache, counted in numbers (not bytes)."""
 
     @property
-    def cached(self) -> int:
+    def cache_width(self) -> int:
         """Numbers that one token has in the cache."""
 
     @property
@@ -38,7 +38,7 @@ class Attention(Protocol):
     def pair_flops(self) -> int:
         """Flops of one row with one cached token, for scores and the weighted sum."""
 
-    def projected(self, hidden: int) -> tuple[int, int]:
+    def projection_sizes(self, hidden: int) -> tuple[int, int]:
         """Number of parameters before attention (query, key, value) and after it (output)."""
 
 
@@ -50,12 +50,12 @@ class GroupedQuery:
     kv_heads: int
     width: int
     """Width of a head."""
-    normed: tuple[int, int] | None = None
+    normed_heads: tuple[int, int] | None = None
     """Query and key-value heads that are normalized together. A rank projects all of them, also those that
     it does not have. None: each head stands alone."""
 
     @property
-    def cached(self) -> int:
+    def cache_width(self) -> int:
         return self.rows * self.width
 
     @property
@@ -74,8 +74,8 @@ class GroupedQuery:
     def pair_flops(self) -> int:
         return 4 * self.heads * self.width
 
-    def projected(self, hidden: int) -> tuple[int, int]:
-        queries, keys = self.normed or (self.heads, self.kv_heads)
+    def projection_sizes(self, hidden: int) -> tuple[int, int]:
+        queries, keys = self.normed_heads or (self.heads, self.kv_heads)
         return hidden * (queries + keys + self.kv_heads) * self.width, hidden * self.output
 
 
@@ -90,9 +90,9 @@ class Latent:
 
     heads: int
     rank: int
-    turned: int
+    rope_width: int
     """Width of the part of a key that has rotary position embedding."""
-    straight: int
+    nope_width: int
     """Width of the part of a head's key without rotary position embedding."""
     value: int
     """Width of a head's value."""
@@ -100,8 +100,8 @@ class Latent:
     """Inner width of the query's projection. None: it is a single matrix."""
 
     @property
-    def cached(self) -> int:
-        return self.rank + self.turned
+    def cache_width(self) -> int:
+        return self.rank + self.rope_width
 
     @property
     def rows(self) -> int:
@@ -109,7 +109,7 @@ class Latent:
 
     @property
     def query(self) -> int:
-        return self.heads * (self.rank + self.turned)
+        return self.heads * (self.rank + self.rope_width)
 
     @property
     def output(self) -> int:
@@ -117,15 +117,15 @@ class Latent:
 
     @property
     def pair_flops(self) -> int:
-        return self.heads * (2 * self.cached + 2 * self.rank)
+        return self.heads * (2 * self.cache_width + 2 * self.rank)
 
-    def projected(self, hidden: int) -> tuple[int, int]:
-        wide = self.heads * (self.straight + self.turned)
+    def projection_sizes(self, hidden: int) -> tuple[int, int]:
+        wide = self.heads * (self.nope_width + self.rope_width)
         query = hidden * wide if self.query_rank is None else self.query_rank * (hidden + wide)
-        unfold_key = self.heads * self.straight * self.rank
+        unfold_key = self.heads * self.nope_width * self.rank
         unfold_value = self.heads * self.value * self.rank
-        after = unfold_value + self.heads * self.value * hidden
-        return query + hidden * self.cached + unfold_key, after
+        output_parameters = unfold_value + self.heads * self.value * hidden
+        return query + hidden * self.cache_width + unfold_key, output_parameters
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ class ModelSizes:
     """Inner width of the shared experts, in layers that have routed experts."""
     dense_width: int = 0
     """Inner width of a dense layer."""
-    tied: bool = False
+    ties_embeddings: bool = False
     """True if the head's weights are those of the embedding."""
     number: float = 2.0
     """Bytes of one stored weight: 2 for bf16 and fp16."""
-    compressed: bool = False
+    has_compressed_experts: bool = False
     """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
-    quantized: str | None = None
+    quantized_dtype: str | None = None
     """Type of routed experts where others are quantised: as `core.stored.of_expert`. None: the type of all
     other weights."""
     expert_biases: int = 0
@@ -167,7 +167,7 @@ class ModelSizes:
     """Bytes of the files that are read to load one such expert. None: as many as it has in memory."""
     staging: float = 0.0
     """Bytes of memory that loading one such expert takes: for what is read, and for its conversion."""
-    computed: float | None = None
+    activation_number: float | None = None
     """Bytes of one number of a row. None: the same as a weight. A CPU computes in float32: 4."""
     page: float = 0.0
     """Bytes of a snapshot of the states of linear attention, over all layers."""
@@ -181,7 +181,7 @@ class ModelSizes:
     @property
     def row_number(self) -> float:
         """Bytes of one number of a row."""
-        return self.number if self.computed is None else self.computed
+        return self.number if self.activation_number is None else self.activation_number
 
     @property
     def expert(self) -> int:
@@ -191,10 +191,13 @@ class ModelSizes:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one routed expert in memory."""
-        packed, biases = COMPRESSED_DTYPE if self.compressed else self.quantized, 4 * self.expert_biases
-        if packed is None:
+        packed_dtype, biases = (
+            COMPRESSED_DTYPE if self.has_compressed_experts else self.quantized_dtype,
+            4 * self.expert_biases,
+        )
+        if packed_dtype is None:
             return self.expert * self.number + biases
-        types = split_dtype(packed)
+        types = split_dtype(packed_dtype)
         inner, outer = row_bytes(types[0], self.hidden), row_bytes(types[1], self.expert_width)
         return float(2 * self.expert_width * inner + self.hidden * outer + biases)
 
@@ -204,17 +207,17 @@ class ModelSizes:
         return self.expert_bytes if self.read is None else self.read
 
     @property
-    def routed(self) -> float:
+    def routed_bytes(self) -> float:
         """Bytes of all routed experts of one layer."""
         return self.experts * self.expert_bytes
 
     @property
-    def outside(self) -> int:
+    def other_parameters(self) -> int:
         """Parameters of all but routed experts: attention, gates, dense and shared parts, embeddings."""
-        attention = self.layers * sum(self.attention.projected(self.hidden))
-        shared = self.moe_layers * 3 * self.hidden * self.shared_width
+        attention = self.layers * sum(self.attention.projection_sizes(self.hidden))
+        shared_parameters = self.moe_layers * 3 * self.hidden * self.shared_width
         dense = (self.layers - self.moe_layers) * 3 * self.hidden * self.dense_width
-        return attention + self.gates + shared + dense + self.embeddings
+        return attention + self.gates + shared_parameters + dense + self.embeddings
 
     @property
     def gates(self) -> int:
@@ -224,22 +227,22 @@ class ModelSizes:
     @property
     def embeddings(self) -> int:
         """Parameters of the embedding and the head."""
-        return (1 if self.tied else 2) * self.vocab * self.hidden
+        return (1 if self.ties_embeddings else 2) * self.vocab * self.hidden
 
     @property
-    def other(self) -> float:
+    def other_bytes(self) -> float:
         """Bytes of everything but routed experts."""
-        return self.outside * self.number
+        return self.other_parameters * self.number
 
     @property
     def weights(self) -> float:
         """Bytes of the whole model."""
-        return self.other + self.moe_layers * self.routed
+        return self.other_bytes + self.moe_layers * self.routed_bytes
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model without norms and biases. Mixtral 8x7B: 46.7 billion."""
-        return self.outside + self.moe_layers * self.experts * self.expert
+        return self.other_parameters + self.moe_layers * self.experts * self.expert
 
     @property
     def active(self) -> int:
@@ -249,19 +252,23 @@ class ModelSizes:
 
     def cache(self, tokens: float, number: float) -> float:
         """Bytes of `tokens` tokens in one layer's cache. number: bytes of one cached number."""
-        return tokens * self.attention.cached * number
+        return tokens * self.attention.cache_width * number
 
     def cache_number(self, dtype: str) -> float:
         """Bytes of one cached number. For an integer this includes its part of its row's scale."""
         scales = SCALE_BYTES * self.attention.rows if dtype.startswith("int") else 0.0
-        return CACHE_BYTES[dtype] + scales / self.attention.cached
+        return CACHE_BYTES[dtype] + scales / self.attention.cache_width
 
     def with_number(self, number: float) -> ModelSizes:
         """The same sizes with weights of `number` bytes.
 
         Experts in another type than bf16 are not compressed.
         """
-        return replace(self, number=number, compressed=self.compressed and number == BYTES["bfloat16"])
+        return replace(
+            self,
+            number=number,
+            has_compressed_experts=self.has_compressed_experts and number == BYTES["bfloat16"],
+        )
 
 
 def _mixtral(name: str, layers: int, hidden: int, heads: int, width: int, vocab: int) -> ModelSizes:
@@ -269,7 +276,7 @@ def _mixtral(name: str, layers: int, hidden: int, heads: int, width: int, vocab:
     return ModelSizes(name, layers, hidden, vocab, attention, layers, 8, 2, width)
 
 
-KNOWN = {
+PUBLISHED_MODELS = {
     model.name: model
     for model in (
         _mixtral("mixtral-8x7b", 32, 4096, 32, 14336, 32000),

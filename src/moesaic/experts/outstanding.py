@@ -354,7 +354,7 @@ class CallCounts:
 
     def __init__(self, layers: tuple[int, ...], replicas: Replicas) -> None:
         """layers: with routed experts. replicas: knows the own rank's server, and which servers are far."""
-        self._replicas, self._own_server = replicas, replicas.own
+        self._replicas, self._own_server = replicas, replicas.own_server
         self._calls = 0
         self._remote_bytes = self._far_bytes = 0
         self._pairs = dict.fromkeys(layers, 0)

@@ -21,7 +21,7 @@ from moesaic.experts.outstanding import (
     every_pair,
 )
 from moesaic.experts.relaying import Relaying, Shares
-from moesaic.policy.fleet.replicas import NOBODY, Replicas
+from moesaic.policy.fleet.replicas import NO_SERVER, Replicas
 from moesaic.transport.calls import Call, Caller
 
 NO_PAIRS: IntArray = np.zeros(0, dtype=np.int64)
@@ -121,7 +121,7 @@ class Sender:
             if len(group) > 1 and self._post_parts(submission, group):
                 continue
             for server, server_pairs in group:
-                if server == NOBODY or not self._post(server, submission, server_pairs):
+                if server == NO_SERVER or not self._post(server, submission, server_pairs):
                     submission.unsent_pairs.append(server_pairs)
         if submission.unsent_pairs and submission not in self._waiting_submissions:
             self._waiting_submissions.append(submission)
@@ -155,7 +155,7 @@ class Sender:
             if not call.submission.is_released:
                 call.submission.attempt += 1
                 self.send(call.submission, call.missing_pairs)
-            self._replicas.taken_back(part.server, call.num_missing)
+            self._replicas.record_taken_back(part.server, call.num_missing)
 
     def _post(self, server: int, submission: Submission, pairs: IntArray) -> bool:
         """Returns False when there is no room for another call to this server, or it is gone."""
@@ -183,7 +183,7 @@ class Sender:
     def _record_call(self, server: int, call: OpenCall) -> None:
         self._connections[server].calls[call.call.number] = call
         num_rows = max(1, len(call.pairs))  # an empty call is answered too, unless the server is frozen
-        self._replicas.sent(server, num_rows, self._clock(), again=call.submission.attempt > 0)
+        self._replicas.record_sent(server, num_rows, self._clock(), is_resend=call.submission.attempt > 0)
 
 
 class Arrivals:

@@ -125,7 +125,7 @@ class Relaying:
 
     def pause_relaying(self, relayed_call: RelayedCall, now: float) -> None:
         """Send no parts to this host for a while."""
-        self._relays.rest(relayed_call.host, now)
+        self._relays.rest_host(relayed_call.host, now)
 
     def _part(
         self, relayed_call: RelayedCall, submission: Submission, pairs: IntArray, first: int, version: int

@@ -40,7 +40,7 @@ from moesaic.experts.relaying import Relaying, open_calls
 from moesaic.experts.worker_memory import HostWorkerMemory, WorkerMemory
 from moesaic.kernels.reference.experts import put
 from moesaic.kernels.table import Put
-from moesaic.policy.fleet.relays import needing, waited_for
+from moesaic.policy.fleet.relays import find_awaited_servers, needing
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.transport.calls import Caller
 from moesaic.transport.waiting import wait, yield_core
@@ -217,7 +217,7 @@ class RemoteExperts:
         for server, entry in self._entries.items():
             connection = self._connections.get(server)  # also where it had left and has calls to answer
             if (previous_entries.get(server, entry) if connection is None else connection.entry) != entry:
-                self._replicas.replaced(server)
+                self._replicas.record_replacement(server)
                 self._fail(server)
             elif server not in previous_entries and connection is None:
                 self._connector.start(entry, secret)
@@ -234,7 +234,7 @@ class RemoteExperts:
     def wait(self, timeout: float | None, wakeup: int) -> bool:
         """Sleep until an answer, a new connection, the file descriptor `wakeup`, or a server's deadline."""
         began = self._clock()
-        slow = self._replicas.next_slow(waited_for(open_calls(self._connections)))
+        slow = self._replicas.next_slow(find_awaited_servers(open_calls(self._connections)))
         deadlines = [one for one in (self._replicas.next_deadline(), slow) if one is not None]
         limits = [max(0.001, one - began) for one in deadlines] + ([] if timeout is None else [timeout])
         callers = [connection.caller for connection in self._connections.values()]
@@ -299,7 +299,7 @@ class RemoteExperts:
             except ConnectionLost:
                 self._fail(server)
         now, relayed_calls = self._clock(), open_calls(self._connections)
-        for server in self._replicas.slow(waited_for(relayed_calls), now) if relayed_calls else ():
+        for server in self._replicas.slow(find_awaited_servers(relayed_calls), now) if relayed_calls else ():
             self._sender.take_back([part for one in relayed_calls for part in needing(one, server)])
         self.report_other_calls()
         for server in self._replicas.late(now):
@@ -315,7 +315,7 @@ class RemoteExperts:
             caller.close()
             return
         self._connections[entry.server] = ServerConnection(entry, caller)
-        self._replicas.joined(entry.server)
+        self._replicas.add_server(entry.server)
 
     def _receive(self, connection: ServerConnection, call: OpenCall, indices: IntArray) -> None:
         submission, server = call.submission, connection.entry.server
@@ -327,7 +327,7 @@ class RemoteExperts:
         if submission.servers is not None:
             submission.servers[pairs] = server
         self._arrivals.add(submission, pairs, fresh)
-        self._replicas.answered(server, fresh, self._clock())
+        self._replicas.record_answer(server, fresh, self._clock())
         if not call.num_missing:
             del connection.calls[call.call.number]
             call.complete(connection.caller.release)
@@ -388,7 +388,7 @@ class RemoteExperts:
         connection = self._connections.pop(server, None)
         if connection is None:
             return []
-        self._replicas.lost(server, connection.num_missing_pairs)
+        self._replicas.remove_server(server, connection.num_missing_pairs)
         self._make_room()  # the connection's memory may be freed
         connection.caller.close()
         for relayed_call in connection.relayed_calls.values():

@@ -140,7 +140,7 @@ class Operations:
     def _split(self, layer: int) -> None:
         if self._model.blocks[layer].is_routed:
             assert self._splitting is not None
-            self._splitting.split(layer, self._parts, self._hot.of(layer))
+            self._splitting.split(layer, self._parts, self._hot.choice_counts(layer))
 
     def _load_chosen(self, layer: int) -> None:
         if not self._model.blocks[layer].is_routed:

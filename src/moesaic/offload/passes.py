@@ -142,7 +142,7 @@ class Passes:
         spec = self._model.spec
         shape = shape_of(self._settings.policy, self._settings.experts, spec.num_layers, count, prompts)
         dense = frozenset(range(spec.num_layers)) - frozenset(spec.moe_layers)
-        return replace(shape, dense=dense, staged=self._settings.is_staged)
+        return replace(shape, dense=dense, uses_pinned_memory=self._settings.is_staged)
 
     def stats(self) -> tuple[PassStats, ...]:
         """Statistics of the passes so far, by phase, number of micro-batches and number of sequences."""

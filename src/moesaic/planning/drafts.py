@@ -46,7 +46,9 @@ def list_drafts(price: Price) -> list[Drafts]:
 
 def price_by_bytes(model: ModelSizes) -> Price:
     """Prices by the bytes of a model, with which a worker begins. See `work_by_rows`."""
-    return work_by_rows(model.other, model.moe_layers * model.routed, model.experts, round(model.top_k))
+    return work_by_rows(
+        model.other_bytes, model.moe_layers * model.routed_bytes, model.experts, round(model.top_k)
+    )
 
 
 def price_by_machine(model: ModelSizes, hardware: Hardware, cache_number: float, context: int) -> Price:

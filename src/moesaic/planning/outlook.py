@@ -49,7 +49,7 @@ def list_formats(model: ModelSizes, *extra_types: str) -> list[Format]:
 
 def format_of(model: ModelSizes, name: str) -> Format:
     """What a model takes whose routed experts are in the type `name`."""
-    return Format(name, model.moe_layers * model.routed, model.other)
+    return Format(name, model.moe_layers * model.routed_bytes, model.other_bytes)
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def plan_streamed_job(
         largest_batch=REQUESTS,
         requests=REQUESTS,
         whole_cache=True,
-        near=NEAR_SHARE,
+        tolerance=NEAR_SHARE,
     )
     room = int(hardware.fast.room) // MIB
     job = Job(REQUESTS, prompt, generate, prompt + generate)

@@ -212,7 +212,7 @@ def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLi
         micro_batches=options.micro_batches,
         requests=job.requests,
         whole_cache=True,
-        near=NEAR_SHARE,
+        tolerance=NEAR_SHARE,
     )
 
 
@@ -275,11 +275,11 @@ def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     device = "cuda" if gpu else "cpu"
     kernels = table.pick(device, worker.model.kernels)
     model = read_checkpoint_sizes(path, worker.model.model, kernels, worker.model.dtype, device)
-    model = replace(model, computed=ROW_BYTES, tied=has_tied_embeddings)
+    model = replace(model, activation_number=ROW_BYTES, ties_embeddings=has_tied_embeddings)
     if profile is not None:
         routing_profile = Profile.load(Path(profile))
         routing_profile.check(registry.routed_model(path).model, profile)
-        model = replace(model, routing=Routing.of(routing_profile, model.experts, model.top_k))
+        model = replace(model, routing=Routing.from_profile(routing_profile, model.experts, model.top_k))
     return model
 
 

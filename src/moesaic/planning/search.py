@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading import planner
-from moesaic.policy.offloading.footprint import why_not
+from moesaic.policy.offloading.footprint import explain_misfit
 from moesaic.policy.offloading.planner import SearchLimits
 from moesaic.policy.offloading.policies import BLOCK, Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
@@ -97,7 +97,7 @@ class JobSearch:
 
     def explain_misfit(self, cap: int) -> str:
         """A message that no policy fits, and why."""
-        reason = why_not(self.model, self._pricing(cap).hardware, self._workload)
+        reason = explain_misfit(self.model, self._pricing(cap).hardware, self._workload)
         return f"--offload-schedule {' or '.join(self._limits.schedules)}: {reason}"
 
     def _sufficient_mebibytes(self) -> int:

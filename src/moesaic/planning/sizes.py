@@ -63,7 +63,7 @@ def convert_sizes(model: ModelSizes, expert_type: str, raw: Mapping[str, Any]) -
 
 def decompress_sizes(model: ModelSizes) -> ModelSizes:
     """The sizes where compressed experts are decompressed on their way to the fast level."""
-    return replace(model, compressed=False, conversion=DECOMPRESSED)
+    return replace(model, has_compressed_experts=False, conversion=DECOMPRESSED)
 
 
 def read_checkpoint_sizes(
@@ -76,16 +76,18 @@ def read_checkpoint_sizes(
     raw = files.read_config(path)
     model = read_config_sizes(raw, name)
     is_quantized = registry.quantised_type(raw) is not None
-    if not (is_quantized or model.compressed) and raw.get("model_type") not in IN_COLUMNS:
+    if not (is_quantized or model.has_compressed_experts) and raw.get("model_type") not in IN_COLUMNS:
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, device, dtype)
     if is_quantized:
-        model = replace(in_format(model, layout.largest, gpu=False), tied=registry.has_tied_embeddings(path))
+        model = replace(
+            in_format(model, layout.largest, gpu=False), ties_embeddings=registry.has_tied_embeddings(path)
+        )
         other_bytes = registry.bytes_outside_experts(path, kernels, dtype, device)
-        model = replace(model, number=other_bytes / model.outside, quantized=layout.largest)
+        model = replace(model, number=other_bytes / model.other_parameters, quantized_dtype=layout.largest)
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
-    model = replace(model, compressed=layout.dtype == COMPRESSED_DTYPE)
+    model = replace(model, has_compressed_experts=layout.dtype == COMPRESSED_DTYPE)
     conversion = conversion_of(Headers(path), layout)
     if conversion is None:
         return model
@@ -111,9 +113,9 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
     return replace(
         model,
         number=number,
-        compressed=name == COMPRESSED_DTYPE,
-        quantized=name if split_dtype(name)[0] in QUANTIZATIONS else None,
-        computed=number if gpu else ROW_BYTES,
+        has_compressed_experts=name == COMPRESSED_DTYPE,
+        quantized_dtype=name if split_dtype(name)[0] in QUANTIZATIONS else None,
+        activation_number=number if gpu else ROW_BYTES,
         conversion=None,
         read=None,
         staging=0.0,
@@ -133,9 +135,11 @@ def _number(model: ModelSizes, name: str) -> float:
     attention, num_float32 = model.attention, model.gates
     if isinstance(attention, Latent):
         num_float32 += (
-            model.layers * attention.heads * (attention.straight + attention.value) * attention.rank
+            model.layers * attention.heads * (attention.nope_width + attention.value) * attention.rank
         )
-    quantized_bytes = row_bytes(kind, BLOCK) / BLOCK * (model.outside - num_float32 - model.embeddings)
+    quantized_bytes = (
+        row_bytes(kind, BLOCK) / BLOCK * (model.other_parameters - num_float32 - model.embeddings)
+    )
     return (
         quantized_bytes + NUMBER_BYTES["float32"] * num_float32 + plain * model.embeddings
-    ) / model.outside
+    ) / model.other_parameters

@@ -124,7 +124,7 @@ def with_servers(
     curves = choose_curves(config, loaded_model, layout)
     num_processes = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *num_processes)
-    replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
+    replicas = Replicas(own_server=config.own_server, pair_bytes=2 * 4 * layout.hidden)
     remote = _remote(
         context, layout, loaded_model, observer, wakeup, pacing, decisions.partial_answer_rows, replicas
     )

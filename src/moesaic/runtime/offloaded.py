@@ -194,7 +194,7 @@ class OffloadedRunner:
     def _revise(self, revising: Revising, batch: TokenBatch) -> None:
         """Chooses the policy of a decode pass by its load."""
         requests = batch.num_sequences
-        choice = revising.at(requests, float(batch.context_lens.mean()))
+        choice = revising.choose(requests, float(batch.context_lens.mean()))
         policy = replace(
             self.passes.policy,
             schedule=parse_schedule(choice.schedule),

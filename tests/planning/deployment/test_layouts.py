@@ -7,12 +7,12 @@ import pytest
 
 from moesaic.core.curves import Curve
 from moesaic.core.paced_devices import LinkModel, PacedDevices
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.deployment import devices, spec
 from moesaic.planning.deployment.layouts import Layout, compute_memory, list_layouts
 from tests.support.small_scenario import MODEL
 
-MIXTRAL = KNOWN["mixtral-8x7b"]
+MIXTRAL = PUBLISHED_MODELS["mixtral-8x7b"]
 GIB = 2.0**30
 
 
@@ -43,7 +43,7 @@ def test_every_layout_starts_with_serve_on_the_first_host() -> None:
 
 
 def test_many_devices_are_not_all_counted_out() -> None:
-    assert len(list(list_layouts(spec.load("128xh100,16hosts"), KNOWN["deepseek-v3"]))) < 1500
+    assert len(list(list_layouts(spec.load("128xh100,16hosts"), PUBLISHED_MODELS["deepseek-v3"]))) < 1500
 
 
 def test_memory_of_mixtral() -> None:
@@ -52,7 +52,7 @@ def test_memory_of_mixtral() -> None:
     found = compute_memory(MIXTRAL, Layout(pool, 2, 1, 4))
     assert found.server_bytes == 32 * 2 * 3 * 4096 * 14336 * 2
     assert found.token_bytes == 32 * 2 * 8 * 128 * 2
-    assert found.kv_tokens == int((0.9 * 80 * GIB - MIXTRAL.other) / found.token_bytes)
+    assert found.kv_tokens == int((0.9 * 80 * GIB - MIXTRAL.other_bytes) / found.token_bytes)
     assert compute_memory(MIXTRAL, Layout(pool, 2, 1, 1)).kv_tokens == 0, "84 GiB of experts do not fit"
     twice = compute_memory(MIXTRAL, Layout(pool, 2, 1, 4), min_replicas=2)
     assert twice.server_bytes == 2 * found.server_bytes

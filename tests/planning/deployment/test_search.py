@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile, Routes
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.deployment import demand, devices, serving, spec, trials
 from moesaic.planning.deployment.estimate import Estimates
 from moesaic.planning.deployment.layouts import Layout
@@ -59,7 +59,7 @@ def test_a_short_budget_ends_the_search() -> None:
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError) as error:
-        small_plan.search(model=KNOWN["deepseek-v3"]).run()
+        small_plan.search(model=PUBLISHED_MODELS["deepseek-v3"]).run()
     assert str(error.value).startswith("--cluster: got '3 x h100 on 1 host'; allowed: devices with room for")
     assert "--hardware" in str(error.value)
 

@@ -27,11 +27,11 @@ def test_worked_example() -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_is_saved_is_read(name: str, tmp_path: Path) -> None:
-    known = replace(machine(name), measured=MEASURED)
+    known = replace(machine(name), measurements=MEASURED)
     file.save(known, tmp_path / "this.toml")
     found = from_tables(tomllib.loads((tmp_path / "this.toml").read_text(encoding="utf-8")))
-    assert found.measured == MEASURED and found.name == known.name and found.source == known.source
-    assert found.link.down == pytest.approx(known.link.down, rel=1e-5)
+    assert found.measurements == MEASURED and found.name == known.name and found.source == known.source
+    assert found.link.down_bandwidth == pytest.approx(known.link.down_bandwidth, rel=1e-5)
     assert found.fast.memory == pytest.approx(known.fast.memory, rel=1e-5)
     assert [one.name for one in tmp_path.iterdir()] == ["this.toml"]
 

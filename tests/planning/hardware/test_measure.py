@@ -53,10 +53,10 @@ def test_ram_over_a_disk(tmp_path: Path) -> None:
     )
     assert found.fast.name == "RAM, 2 threads" and found.fast.processor is not None
     assert found.slow.name == "disk" and found.slow.processor is None and found.link.staging is None
-    told = found.measured
+    told = found.measurements
     again = [line["gib"] * GIB for line in told["disk"] if line["repeated"] and line["readers"] == 1]
-    assert found.slow.bandwidth == found.link.down == pytest.approx(max(again))
-    assert found.link.up == pytest.approx(told["write_gib"] * GIB)
+    assert found.slow.bandwidth == found.link.down_bandwidth == pytest.approx(max(again))
+    assert found.link.up_bandwidth == pytest.approx(told["write_gib"] * GIB)
     assert kinds(told["memory"], "threads", "dtype")[:2] == [(1, dtype), (2, dtype)]
     assert found.fast.bandwidth == pytest.approx(told["memory"][1]["gib"] * GIB), "all threads, that type"
     mine = [line["gflops"] * 1e9 for line in told["products"] if line["dtype"] == dtype]
@@ -70,15 +70,15 @@ def test_a_file_is_read_and_nothing_written(tmp_path: Path) -> None:
     file = tmp_path / "shard"
     file.write_bytes(b"x" * (16 * PAGE))
     found = Measuring(TINY, quiet, threads=1).ram_over_disk(file, "x")
-    assert found.link.up == found.link.down and "write_gib" not in found.measured
-    assert kinds(found.measured["disk"], "block_kib", "readers") == [
+    assert found.link.up_bandwidth == found.link.down_bandwidth and "write_gib" not in found.measurements
+    assert kinds(found.measurements["disk"], "block_kib", "readers") == [
         *((16, 1), (4, 1), (16, 1), (4, 2), (16, 2)),
     ]
-    assert found.measured["file"] == str(file)
+    assert found.measurements["file"] == str(file)
 
 
 def test_one_thread_is_measured_once(tmp_path: Path) -> None:
-    found = Measuring(TINY, quiet, threads=1).ram_over_disk(tmp_path, "x").measured
+    found = Measuring(TINY, quiet, threads=1).ram_over_disk(tmp_path, "x").measurements
     assert {line["threads"] for line in found["memory"]} == {1}
     assert len(found["memory"]) == len({line["dtype"] for line in found["memory"]})
 
@@ -89,10 +89,10 @@ def test_a_gpus_memory_over_ram() -> None:
     assert found.fast.name == "a GPU that is none" and found.fast.memory == 64 << 20
     assert found.slow.name == "RAM, 1 thread" and found.slow.usable == 0.8
     assert found.fast.processor is not None and found.slow.processor is not None
-    told = found.measured
+    told = found.measurements
     copied = {(line["way"], line["pinned"]): line["gib"] * GIB for line in told["link"]}
-    assert found.link.down == pytest.approx(copied["down", True])
-    assert found.link.up == pytest.approx(copied["up", True])
+    assert found.link.down_bandwidth == pytest.approx(copied["down", True])
+    assert found.link.up_bandwidth == pytest.approx(copied["up", True])
     assert found.link.staging == pytest.approx(copied["staging", True])
     assert kinds(told["fast_memory"], "dtype") == [("bfloat16",), ("float32",)]
     assert found.fast.bandwidth == pytest.approx(told["fast_memory"][0]["gib"] * GIB)
@@ -105,14 +105,14 @@ def test_what_was_measured_is_a_file_for_plans(tmp_path: Path) -> None:
         Measuring(TINY, quiet, threads=1).gpu_over_ram(Host(), "y"),
     ):
         read = from_tables(found.to_tables())
-        assert isinstance(read, Hardware) and read.measured == found.measured
+        assert isinstance(read, Hardware) and read.measurements == found.measurements
         assert read.fast.bandwidth == pytest.approx(found.fast.bandwidth)
 
 
 def test_kernels_that_widen_are_measured_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "pick", lambda device, wanted: REFERENCE)
     found = Measuring(TINY, quiet, threads=1).ram_over_disk(tmp_path, "x")
-    assert {line["dtype"] for line in found.measured["products"]} == {"float32"}
+    assert {line["dtype"] for line in found.measurements["products"]} == {"float32"}
     assert found.source.endswith("weights in float32")
 
 

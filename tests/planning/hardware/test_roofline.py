@@ -11,7 +11,7 @@ import torch
 
 from moesaic.commands import cli
 from moesaic.core.weight_types import NATIVE_DTYPES
-from moesaic.cost.mixed import DeltaRule, Mixed, ShortConvolution
+from moesaic.cost.hybrid import DeltaRule, HybridAttention, ShortConvolution
 from moesaic.cost.ops import Work
 from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
 from moesaic.kernels.table import BY_NAME, REFERENCE, instruction_sets, pick
@@ -24,8 +24,8 @@ QUERIES = GroupedQuery(4, 2, 16)
 MODELS = (
     ModelSizes("gqa", 2, 64, 96, QUERIES, 2, 8, 2, 32, dense_width=48),
     ModelSizes("mla", 2, 64, 96, Latent(4, 32, 16, 16, 16), 2, 8, 2, 32, shared_width=48),
-    ModelSizes("mixed", 4, 64, 96, Mixed(QUERIES, 0.25, DeltaRule(2, 4, 16, 16, 4)), 4, 8, 2, 32),
-    ModelSizes("short", 4, 64, 96, Mixed(QUERIES, 0.25, ShortConvolution(64, 3)), 4, 8, 2, 32),
+    ModelSizes("mixed", 4, 64, 96, HybridAttention(QUERIES, 0.25, DeltaRule(2, 4, 16, 16, 4)), 4, 8, 2, 32),
+    ModelSizes("short", 4, 64, 96, HybridAttention(QUERIES, 0.25, ShortConvolution(64, 3)), 4, 8, 2, 32),
 )
 
 

@@ -26,7 +26,7 @@ def test_the_same_shares_as_a_real_worker(seed: int) -> None:
     subject = Replicas()
     subject.place({server: {0: range(2 * server, 2 * server + 2)} for server in range(4)}, 8)
     for server in (0, 1, 3):
-        subject.joined(server)
+        subject.add_server(server)
     experts, pairs = rng.integers(0, 8, 30), np.sort(rng.choice(60, 30, replace=False))
     found = by_server(subject.route(0, experts), pairs, experts, 3)
     wanted = subject.shares(0, experts)

@@ -11,7 +11,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
 from moesaic.cost.machines import MACHINES
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.planning.sim import durations, routes
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.fields import override
@@ -218,7 +218,7 @@ def test_routing_and_placement_of_a_profile(tmp_path: Path) -> None:
 
 
 def test_devices_of_a_machine() -> None:
-    model, machine = KNOWN["mixtral-8x7b"], MACHINES["h100"]
+    model, machine = PUBLISHED_MODELS["mixtral-8x7b"], MACHINES["h100"]
     found = durations.build_machine_devices(model, machine, 500.0)
     read = model.expert_bytes / machine.fast.bandwidth
     assert found.experts.per_expert == read
@@ -226,7 +226,9 @@ def test_devices_of_a_machine() -> None:
     assert machine.fast.processor is not None
     many = 2 * 8192 * model.expert / machine.fast.processor.flops
     assert found.experts.seconds(8192, 0) == pytest.approx(many, rel=0.01)
-    assert found.attention.seconds(1) >= sum(model.attention.projected(4096)) * 2 / machine.fast.bandwidth
+    assert (
+        found.attention.seconds(1) >= sum(model.attention.projection_sizes(4096)) * 2 / machine.fast.bandwidth
+    )
     links = {"latency_us": 5.0, "gb_per_s": 100.0}
     tables = {"devices": "h100", "links": links, "model": "mixtral-8x7b", "workload": {"rate": 1.0}}
     built = SimulatedCluster(parse(tables), model).devices

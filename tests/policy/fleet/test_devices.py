@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from moesaic.policy.fleet.devices import Devices, beside, choose
+from moesaic.policy.fleet.devices import Devices, choose, count_sharing
 
 FOUR = ("0", "1", "2", "3")
 
@@ -28,5 +28,5 @@ def test_no_device_for_anybody_where_there_is_none() -> None:
 
 
 def test_who_shares_a_device() -> None:
-    assert beside(("0", "1"), [("1",), ("2",), ()]) == 1
-    assert beside((), [("1",)]) == 0
+    assert count_sharing(("0", "1"), [("1",), ("2",), ()]) == 1
+    assert count_sharing((), [("1",)]) == 0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.policy.fleet.nodes import has, no_room, preferred, threads_that_fit
+from moesaic.policy.fleet.nodes import choose_nodes, has_room, no_room, threads_that_fit
 
 
 @pytest.mark.parametrize(
@@ -28,20 +28,20 @@ from moesaic.policy.fleet.nodes import has, no_room, preferred, threads_that_fit
 def test_a_pair_stays_together_and_copies_are_spread(
     alike: str, beside: str | None, lost: str, expected: str
 ) -> None:
-    assert preferred("abc", alike, beside, lost) == set(expected)
+    assert choose_nodes("abc", alike, beside, lost) == set(expected)
 
 
 def test_processes_that_are_placed_one_after_the_other_are_even() -> None:
     placed: list[str] = []
     for _ in range(8):
-        placed.append(min(preferred("abc", placed)))
+        placed.append(min(choose_nodes("abc", placed)))
     assert sorted(placed.count(node) for node in "abc") == [2, 3, 3]
 
 
 def test_what_a_node_lacks_is_said() -> None:
     nodes = [{"CPU": 4.0, "memory": 9.0}, {"CPU": 8.0, "GPU": 1.0}]
     needed = {"CPU": 2.0, "GPU": 1.0}
-    assert [has(node, needed) for node in nodes] == [False, True]
+    assert [has_room(node, needed) for node in nodes] == [False, True]
     why = no_room(needed, {"CPU": 3.5}, nodes)
     assert why == "no node has 2 CPU and 1 GPU free; 2 nodes have 3.5 of 12 CPU, 0 of 1 GPU free"
 

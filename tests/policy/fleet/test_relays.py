@@ -28,11 +28,11 @@ def test_the_relay_passes_on_the_fewest_pairs() -> None:
 def test_worked_example() -> None:
     """Three servers need one row, and one of them another one too."""
     shares = [Share(1, 2, 2), Share(2, 1, 1), Share(3, 2, 1)]
-    assert relays.saved_bytes(shares, 2, 100, summed=False) == 200
-    assert relays.saved_bytes(shares, 2, 100, summed=True) == 400
+    assert relays.count_saved_bytes(shares, 2, 100, adds_sums=False) == 200
+    assert relays.count_saved_bytes(shares, 2, 100, adds_sums=True) == 400
     assert relays.relay_of(shares) == 1
-    assert relays.passed_bytes(shares, 100, partial=False) == 100 * (2 + 3), "two rows, three answers"
-    assert relays.passed_bytes(shares, 100, partial=True) == 100 * (2 + 2)
+    assert relays.count_passed_bytes(shares, 100, partial=False) == 100 * (2 + 3), "two rows, three answers"
+    assert relays.count_passed_bytes(shares, 100, partial=True) == 100 * (2 + 2)
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ def test_worked_example() -> None:
 )
 def test_where_it_pays(gb_per_s: float, rows: int, sums: bool, wanted: bool) -> None:
     assert HOP == 200e-6
-    assert relays.pays(spread(rows), rows, ROW, sums, sums, way(gb_per_s)) == wanted
+    assert relays.is_worthwhile(spread(rows), rows, ROW, sums, sums, way(gb_per_s)) == wanted
 
 
 def test_rows_that_no_two_servers_need_save_nothing() -> None:
     shares = [Share(0, 4, 4), Share(1, 4, 4)]
-    assert relays.saved_bytes(shares, 8, ROW, summed=True) == 0
-    assert not relays.pays(shares, 8, ROW, True, True, way(1e-6))
+    assert relays.count_saved_bytes(shares, 8, ROW, adds_sums=True) == 0
+    assert not relays.is_worthwhile(shares, 8, ROW, True, True, way(1e-6))
 
 
 def test_only_hosts_with_several_servers_count() -> None:
@@ -68,7 +68,7 @@ def test_only_hosts_with_several_servers_count() -> None:
 
 def test_a_host_rests_for_a_while() -> None:
     resting = Resting()
-    assert not resting.rests("b", 0.0)
+    assert not resting.is_resting("b", 0.0)
     resting.begin("b", 7.0)
-    assert resting.rests("b", 7.0 + 0.9 * REST) and not resting.rests("c", 7.0)
-    assert not resting.rests("b", 7.0 + REST)
+    assert resting.is_resting("b", 7.0 + 0.9 * REST) and not resting.is_resting("c", 7.0)
+    assert not resting.is_resting("b", 7.0 + REST)

@@ -42,7 +42,7 @@ def test_worked_example() -> None:
 
 def test_algorithm_1_line_by_line() -> None:
     """Two layers of three micro-batches. A task is (kind, layer, micro-batch or page), counted from 0."""
-    tasks = decode("cgopipe", Shape(layers=2, micro_batches=3, pages=3, staged=True))
+    tasks = decode("cgopipe", Shape(layers=2, micro_batches=3, pages=3, uses_pinned_memory=True))
     of = {kind: [(t.layer, t.micro_batch) for t in tasks if t.kind is kind] for kind in Kind}
     both = [(layer, part) for layer in range(2) for part in range(3)]
     for kind in (Kind.PRE, Kind.SAVE_QKV, Kind.ATTENTION, Kind.LOAD_ROWS, Kind.POST_WITH_EXPERTS):
@@ -64,12 +64,12 @@ def test_algorithm_1_line_by_line() -> None:
 def test_two_lanes_in_virtual_time() -> None:
     tasks = [
         Task(Kind.PRE, Lane.FAST, 0, 0, ()),
-        Task(Kind.LOAD_PAGE, Lane.DOWN, 0, 0, ()),
+        Task(Kind.LOAD_PAGE, Lane.LINK_DOWN, 0, 0, ()),
         Task(Kind.POST_WITH_EXPERTS, Lane.FAST, 0, 0, (1,)),
     ]
     line = run(tasks, [2.0, 3.0, 1.0])
     assert (line.starts, line.ends) == ([0, 0, 3], [2, 3, 4]) and line.makespan == 4
-    assert line.busy[Lane.FAST] == line.busy[Lane.DOWN] == 3 and line.busy[Lane.UP] == 0
+    assert line.busy[Lane.FAST] == line.busy[Lane.LINK_DOWN] == 3 and line.busy[Lane.LINK_UP] == 0
     assert run([], []).makespan == 0
     late = run(tasks, [2.0, 3.0, 1.0], handover=0.5)
     assert (late.starts, late.makespan) == ([0, 0, 3.5], 4.5) and late.busy == line.busy
@@ -235,7 +235,7 @@ def test_figure_6() -> None:
 
 
 def test_serial_is_the_sum_of_all_tasks() -> None:
-    tasks = decode("serial", Shape(3, 4, 1, staged=True))
+    tasks = decode("serial", Shape(3, 4, 1, uses_pinned_memory=True))
     line = run(tasks, [SECONDS[task.kind] for task in tasks])
     assert line.makespan == pytest.approx(sum(line.busy.values()))
 
@@ -254,14 +254,14 @@ def test_few_micro_batches_do_not_wait_for_each_other_in_a_circle(micro_batches:
 def test_attention_on_the_fast_processor_fetches_two_caches_ahead() -> None:
     shape = Shape(2, 3, 3, slow_attention=False, cache_moves=True)
     tasks = decode("cgopipe", shape)
-    down = [(t.kind, t.layer, t.micro_batch) for t in tasks if t.lane is Lane.DOWN]
+    down = [(t.kind, t.layer, t.micro_batch) for t in tasks if t.lane is Lane.LINK_DOWN]
     assert down[:4] == [
         (Kind.LOAD_CACHE, 0, 0),
         (Kind.LOAD_CACHE, 0, 1),
         (Kind.LOAD_PAGE, 1, 0),
         (Kind.LOAD_CACHE, 0, 2),
     ]
-    assert not [t for t in decode("cgopipe", replace(shape, cache_moves=False)) if t.lane is Lane.UP]
+    assert not [t for t in decode("cgopipe", replace(shape, cache_moves=False)) if t.lane is Lane.LINK_UP]
 
 
 def test_prefill_saves_the_cache_and_moves_rows_where_they_do_not_fit() -> None:
@@ -297,7 +297,7 @@ def test_prefill_has_two_micro_batches_on_the_fast_level(count: int, cut: bool) 
 
 
 def test_the_first_layer_is_staged_before_it_comes() -> None:
-    found = first_layer(Shape(3, 2, 2, staged=True))
+    found = first_layer(Shape(3, 2, 2, uses_pinned_memory=True))
     assert [(one.kind, one.micro_batch, one.needs) for one in found] == [
         (Kind.STAGE_PAGE, 0, ()),
         (Kind.LOAD_PAGE, 0, (0,)),

@@ -9,18 +9,18 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost import ops
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.cost.machines import machine
-from moesaic.cost.sizes import KNOWN, GroupedQuery, ModelSizes
+from moesaic.cost.sizes import PUBLISHED_MODELS, GroupedQuery, ModelSizes
 from moesaic.policy.offloading import footprint, planner
-from moesaic.policy.offloading.advice import Batch, by_batch, helps, pays_from, without_offloading
+from moesaic.policy.offloading.advice import Batch, by_batch, find_worthwhile_batch, helps, without_offloading
 from moesaic.policy.offloading.pipeline import SCHEDULES, Schedule
-from moesaic.policy.offloading.planner import SearchLimits, candidates, filled, search
+from moesaic.policy.offloading.planner import SearchLimits, candidates, fill_fast_level, search
 from moesaic.policy.offloading.policies import PREFILL_ROW_SHARES, Policy, Workload, slow_share
 from moesaic.policy.offloading.pricing import SLOW_MEMORY, Pricing, tasks_of
 from moesaic.policy.offloading.splitting import experts_to_load
 from moesaic.policy.offloading.tasks import Kind, Lane
 from moesaic.policy.offloading.timeline import run
 
-MIXTRAL, L4, JOB = KNOWN["mixtral-8x7b"], machine("l4"), Workload(77, 128)
+MIXTRAL, L4, JOB = PUBLISHED_MODELS["mixtral-8x7b"], machine("l4"), Workload(77, 128)
 TINY = ModelSizes("tiny", 4, 64, 1000, GroupedQuery(4, 2, 16), 4, 8, 2, 128)
 SMALL = Hardware(
     "small",
@@ -56,7 +56,7 @@ def test_a_step_is_priced_by_hand() -> None:
     attention = rows * context * 4 * 2 * 4
     up, down = rows * 16 * 2, rows * 8 * 2 + 3 * 3 * 16 * 8 * 2
     assert price.step.seconds == pytest.approx((flops + attention) / 1e3 + up / 50 + down / 100)
-    assert price.step.busy[Lane.DOWN.value] == pytest.approx(down / 100)
+    assert price.step.busy[Lane.LINK_DOWN.value] == pytest.approx(down / 100)
     assert price.decode_seconds == 3 * price.step.seconds
     assert price.throughput == 3 * 4 / (price.prefill.seconds + price.decode_seconds)
 
@@ -118,7 +118,7 @@ def test_policies_are_whole() -> None:
 def test_the_fast_level_is_filled() -> None:
     """With attention on the slow processor, no further expert would fit on the fast level."""
     pricing = Pricing(MIXTRAL, L4, JOB)
-    (policy,) = filled(pricing, Policy("cgopipe", 128, 8, slow_attention=True))
+    (policy,) = fill_fast_level(pricing, Policy("cgopipe", 128, 8, slow_attention=True))
     more = replace(policy, static_experts=policy.static_experts + 1)
     assert pricing.footprint.fits(policy) and not pricing.footprint.fits(more)
 
@@ -148,7 +148,7 @@ def test_what_fits_is_compared_with_no_offloading_at_all() -> None:
     job = Workload(512, 128)
     planned, fast = search(MIXTRAL, machine("h200"), job), without_offloading(MIXTRAL, machine("h200"), job)
     assert fast is not None and fast.throughput <= planned.throughput
-    assert sum(fast.slow.values()) == 0 and fast.step.busy[Lane.DOWN.value] == 0
+    assert sum(fast.slow.values()) == 0 and fast.step.busy[Lane.LINK_DOWN.value] == 0
     assert without_offloading(MIXTRAL, L4, job) is None
 
 
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(
         ConfigError, match=r"deepseek-v3 does not fit on l4: .* GiB of GPU memory \(two layers"
     ):
-        search(KNOWN["deepseek-v3"], L4, JOB)
+        search(PUBLISHED_MODELS["deepseek-v3"], L4, JOB)
     with pytest.raises(ConfigError, match=r"GiB of RAM, 24 cores \(experts"):
         search(MIXTRAL, L4.with_slow(memory=60 * GIB), JOB)
 
@@ -222,14 +222,14 @@ def test_helps_name_the_bottleneck() -> None:
 
 
 def test_batches_and_their_crossing() -> None:
-    found = by_batch(TINY, SMALL, Workload(20, 10), most=8)
+    found = by_batch(TINY, SMALL, Workload(20, 10), max_batch=8)
     assert [one.requests for one in found] == [1, 2, 4, 8]
     rates = [one.streamed for one in found if one.streamed is not None]
     assert rates == sorted(rates), "a larger limit never hurts"
     crossing = [Batch(1, 1.0, 3.0), Batch(2, 4.0, 3.0), Batch(4, 9.0, None)]
-    assert pays_from(crossing) == 2
-    assert pays_from([Batch(1, 4.0, 3.0), Batch(2, 1.0, 3.0)]) is None
-    assert pays_from([Batch(1, None, 3.0)]) is None
+    assert find_worthwhile_batch(crossing) == 2
+    assert find_worthwhile_batch([Batch(1, 4.0, 3.0), Batch(2, 1.0, 3.0)]) is None
+    assert find_worthwhile_batch([Batch(1, None, 3.0)]) is None
 
 
 def test_wrong_workloads_are_refused() -> None:
@@ -254,7 +254,7 @@ def test_prompts_take_less_memory_where_requests_and_experts_need_it(
     assert (found.throughput > wide.throughput) == smaller
 
 
-QWEN3 = KNOWN["qwen3-30b-a3b"]
+QWEN3 = PUBLISHED_MODELS["qwen3-30b-a3b"]
 FEW = SearchLimits(largest_batch=4)
 
 
@@ -271,7 +271,7 @@ def test_few_requests_split_the_experts_where_some_are_in_ram(name: str, chosen:
 @pytest.mark.parametrize("slower", ["link", "CPU", "no CPU"])
 def test_no_experts_are_split_where_that_cannot_win(slower: str) -> None:
     hardware = {
-        "link": replace(L4, link=replace(L4.link, down=L4.link.down / 1000)),
+        "link": replace(L4, link=replace(L4.link, down_bandwidth=L4.link.down_bandwidth / 1000)),
         "CPU": replace(L4, slow=replace(L4.slow, processor=Processor(1e7))),
         "no CPU": replace(L4, slow=replace(L4.slow, processor=None)),
     }[slower]
@@ -287,7 +287,7 @@ def test_a_split_step_is_priced_as_the_experts_that_a_worker_would_load() -> Non
     rows = round(ops.rows_each(QWEN3, 4))
     count = len(experts_to_load(prices, dict.fromkeys(range(missing), rows), [rows] * held))
     assert 0 < count < missing
-    per_expert = QWEN3.expert_bytes / L4.link.down
-    assert table[Kind.LOAD_CHOSEN, Lane.DOWN] == pytest.approx(count * per_expert, rel=0.1)
+    per_expert = QWEN3.expert_bytes / L4.link.down_bandwidth
+    assert table[Kind.LOAD_CHOSEN, Lane.LINK_DOWN] == pytest.approx(count * per_expert, rel=0.1)
     there = prices.slow.seconds(rows) * (missing - count)
     assert table[Kind.EXPERTS, Lane.SLOW] == pytest.approx(there, rel=0.2)

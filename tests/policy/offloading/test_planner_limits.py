@@ -39,7 +39,7 @@ def test_seats_that_stay_empty_count() -> None:
 @pytest.mark.parametrize("near", [0.01, 0.1, 0.5])
 def test_of_policies_near_the_best_the_least_busy_is_taken(near: float) -> None:
     best, calm = (
-        search(TINY, DISK, JOB, SearchLimits(near=share, largest_batch=64)) for share in (0.0, near)
+        search(TINY, DISK, JOB, SearchLimits(tolerance=share, largest_batch=64)) for share in (0.0, near)
     )
     assert (1 - near) * best.throughput <= calm.throughput <= best.throughput
 

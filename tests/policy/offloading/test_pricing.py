@@ -10,13 +10,13 @@ import pytest
 from moesaic.cost import ops
 from moesaic.cost.hardware import Hardware, Level, Link, Processor
 from moesaic.cost.routing import Routing
-from moesaic.cost.sizes import KNOWN
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.policy.offloading.pipeline import decode
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.pricing import Pricing
 from moesaic.policy.offloading.tasks import Kind, Lane
 
-MODEL = replace(KNOWN["mixtral-8x7b"], layers=4, moe_layers=4)
+MODEL = replace(PUBLISHED_MODELS["mixtral-8x7b"], layers=4, moe_layers=4)
 RAM = Level("RAM", 1e12, 1e11, Processor(1e12))
 MACHINE = Hardware("two cores", RAM, RAM, Link(1e9, 1e9))
 SERIAL = Policy("serial", micro_batch=8, micro_batches=2, slow_attention=True)
@@ -71,7 +71,7 @@ def test_measured_experts_change_what_computes_them() -> None:
         (Kind.EXPERTS, Lane.FAST),
     }
     flops = 8 * 2 * 6 * MODEL.hidden * MODEL.expert_width
-    rows = 8 * 2 / ops.touched(8, 2, 8)
+    rows = 8 * 2 / ops.uniform_distinct(8, 2, 8)
     assert other[Kind.EXPERTS, Lane.FAST] == pytest.approx(flops / processor.experts_flops(rows))
     prompts, longer = before.prefill(SERIAL, 2, 1), after.prefill(SERIAL, 2, 1)
     assert longer[Kind.PROMPT, Lane.FAST] > 2 * prompts[Kind.PROMPT, Lane.FAST]
@@ -81,13 +81,13 @@ def test_measured_experts_change_what_computes_them() -> None:
 
 def test_rows_that_choose_alike_load_less_on_demand() -> None:
     """All requests choose the same two of eight experts."""
-    same = Routing.seen([np.tile([0, 1], (1, 4, 1))] * 4, 8)
+    same = Routing.from_rows([np.tile([0, 1], (1, 4, 1))] * 4, 8)
     policy = replace(SERIAL, schedule="on-demand")
     tables = [
         Pricing(model, MACHINE, Workload(100, 10)).durations.decode(policy)
         for model in (MODEL, replace(MODEL, routing=same))
     ]
-    loads = [table[Kind.LOAD_CHOSEN, Lane.DOWN] for table in tables]
+    loads = [table[Kind.LOAD_CHOSEN, Lane.LINK_DOWN] for table in tables]
     assert loads[1] == pytest.approx(2 * MODEL.expert * MODEL.number / 1e9)
     assert loads[0] > 3 * loads[1]
 
@@ -102,13 +102,15 @@ def test_on_demand_the_link_is_busy_while_gates_have_not_spoken() -> None:
     guessing = replace(policy, likely_experts=likely)
     before, after = (pricing.durations.decode(one) for one in (policy, guessing))
     moved = [
-        sum(table[kind, Lane.DOWN] for kind in (Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY))
+        sum(table[kind, Lane.LINK_DOWN] for kind in (Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY))
         for table in (before, after)
     ]
     share = ops.distinct(MODEL, 16) / 8
-    assert before[Kind.LOAD_LIKELY, Lane.DOWN] == 0
-    assert after[Kind.LOAD_LIKELY, Lane.DOWN] == likely * MODEL.expert_bytes / slow.link.down
-    assert moved[1] == pytest.approx(moved[0] + likely * (1 - share) * MODEL.expert_bytes / slow.link.down)
+    assert before[Kind.LOAD_LIKELY, Lane.LINK_DOWN] == 0
+    assert after[Kind.LOAD_LIKELY, Lane.LINK_DOWN] == likely * MODEL.expert_bytes / slow.link.down_bandwidth
+    assert moved[1] == pytest.approx(
+        moved[0] + likely * (1 - share) * MODEL.expert_bytes / slow.link.down_bandwidth
+    )
     assert pricing.step(guessing).seconds < pricing.step(policy).seconds
     assert pricing.step(guessing).seconds == pytest.approx(LAYERS * moved[1], rel=0.2)
     for other in (replace(policy, slow_cache=1.0), replace(policy, slow_attention=True)):

@@ -17,33 +17,33 @@ def taught(counts: dict[int, int], layer: int = 0, experts: int = 8) -> HotExper
 
 def test_the_hottest_takes_the_place_of_the_coldest() -> None:
     hot = taught({0: 1, 1: 9, 2: 5, 3: 4})
-    assert hot.exchanges(0, stays={0, 1}, coming=[3, 2], chosen={2, 3}) == [(0, 2)]
-    assert hot.exchanges(0, stays={0, 7}, coming=[3, 2], chosen={2, 3}) == [(7, 2), (0, 3)]
+    assert hot.exchanges(0, stays={0, 1}, coming=[3, 2], chosen_experts={2, 3}) == [(0, 2)]
+    assert hot.exchanges(0, stays={0, 7}, coming=[3, 2], chosen_experts={2, 3}) == [(7, 2), (0, 3)]
 
 
 def test_what_is_computed_now_does_not_leave() -> None:
     hot = taught({0: 1, 2: 5})
-    assert hot.exchanges(0, stays={0}, coming=[2], chosen={0, 2}) == []
+    assert hot.exchanges(0, stays={0}, coming=[2], chosen_experts={0, 2}) == []
 
 
 def test_experts_that_are_about_as_hot_do_not_take_turns() -> None:
     hot = taught({0: 8, 2: 9})
-    assert hot.exchanges(0, stays={0}, coming=[2], chosen={2}) == []
+    assert hot.exchanges(0, stays={0}, coming=[2], chosen_experts={2}) == []
 
 
 def test_old_choices_fade() -> None:
     hot = taught({0: 50})
     for _ in range(300):
         hot.learn(0, np.array([2]))
-    assert hot.exchanges(0, stays={0}, coming=[2], chosen={2}) == [(0, 2)]
+    assert hot.exchanges(0, stays={0}, coming=[2], chosen_experts={2}) == [(0, 2)]
 
 
 def test_the_coldest_of_all_layers_leave_first() -> None:
     hot = taught({0: 3, 1: 1})
     hot.learn(1, np.array([0, 0, 5]))
     resident = [(0, 0), (0, 1), (1, 0), (1, 5), (1, 6)]
-    assert hot.coldest(resident, needed={(1, 6)}, count=2) == [(0, 1), (1, 5)]
-    assert hot.coldest(resident, needed=set(resident), count=2) == []
+    assert hot.coldest(resident, needed_experts={(1, 6)}, count=2) == [(0, 1), (1, 5)]
+    assert hot.coldest(resident, needed_experts=set(resident), count=2) == []
 
 
 def test_a_skewed_choice_is_mostly_found_in_memory() -> None:

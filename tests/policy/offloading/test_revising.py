@@ -15,28 +15,28 @@ MANY = Choice("cgopipe", 16, 0, (8.0, 6.2, 9.0, 20.0))
 
 
 def test_the_first_step_takes_the_fastest() -> None:
-    assert Revising(LOADS, (FEW, MANY)).at(1, 100.0) is FEW
-    assert Revising(LOADS, (FEW, MANY)).at(60, 100.0) is MANY
+    assert Revising(LOADS, (FEW, MANY)).choose(1, 100.0) is FEW
+    assert Revising(LOADS, (FEW, MANY)).choose(60, 100.0) is MANY
 
 
 def test_a_load_that_goes_back_and_forth_changes_nothing() -> None:
     revising = Revising(LOADS, (FEW, MANY))
-    assert {revising.at(count, 256.0) for count in (1, 64) * 50} == {FEW}
+    assert {revising.choose(count, 256.0) for count in (1, 64) * 50} == {FEW}
     assert revising.revisions == 0
 
 
 def test_a_load_that_stays_changes_the_plan_once() -> None:
     revising = Revising(LOADS, (FEW, MANY))
-    revising.at(1, 256.0)
-    found = [revising.at(64, 256.0) for _ in range(3 * PATIENCE)]
+    revising.choose(1, 256.0)
+    found = [revising.choose(64, 256.0) for _ in range(3 * PATIENCE)]
     assert found[: PATIENCE - 1] == [FEW] * (PATIENCE - 1) and set(found[PATIENCE - 1 :]) == {MANY}
     assert revising.revisions == 1
 
 
 def test_what_is_hardly_faster_is_not_taken() -> None:
     revising = Revising(LOADS, (FEW, MANY))
-    revising.at(64, 256.0)
-    assert {revising.at(8, 256.0) for _ in range(3 * PATIENCE)} == {MANY}, "6.2 over 6.0"
+    revising.choose(64, 256.0)
+    assert {revising.choose(8, 256.0) for _ in range(3 * PATIENCE)} == {MANY}, "6.2 over 6.0"
 
 
 def test_whatever_the_load_the_plan_is_never_worse_for_long() -> None:
@@ -44,7 +44,7 @@ def test_whatever_the_load_the_plan_is_never_worse_for_long() -> None:
     for _ in range(2000):
         requests, context = rng.choice([1, 2, 30, 64]), rng.uniform(1, 4000)
         for _ in range(rng.randint(1, 9)):
-            chosen, place = revising.at(requests, context), nearest(LOADS, requests, context)
+            chosen, place = revising.choose(requests, context), nearest(LOADS, requests, context)
             slow = chosen.seconds[place] > GAIN * min(FEW.seconds[place], MANY.seconds[place])
             worse = worse + 1 if slow else 0
             assert worse < PATIENCE

@@ -5,7 +5,7 @@ import pytest
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
-from moesaic.policy.placement.activation_map import activation_map, commonest, dealt
+from moesaic.policy.placement.activation_map import activation_map, commonest, deal_tokens
 
 
 def profile(tokens: list[int], experts: list[list[int]], vocab_size: int = 9) -> Profile:
@@ -60,7 +60,7 @@ def test_the_commonest_ids_are_known_ones_in_their_order() -> None:
 
 def test_dealt_out_whatever_they_choose() -> None:
     before = clusters([0, 1, 1], {3: 1})
-    found = dealt(before, np.array([5, 6, 7, 8]))
+    found = deal_tokens(before, np.array([5, 6, 7, 8]))
     assert found.tokens[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 1]
     assert before.tokens[0].tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0]
     assert (found.experts == before.experts).all()

@@ -280,7 +280,7 @@ def test_no_worse_than_from_scratch_but_for_the_slack(pair: tuple[Case, Case], s
         count = copies(load, room, second.min_replicas)
         whole = Layer(load / count, count, room, capacity)
         scratch = swap(whole, pack(whole, np.zeros((len(load), len(ids)), dtype=np.bool_)), 0.0)
-        best = (whole.each @ scratch / capacity).max()
+        best = (whole.load_per_copy @ scratch / capacity).max()
         assert found[row] <= best * (1 + slack) * (1 + 1e-6)
 
 

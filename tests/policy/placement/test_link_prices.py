@@ -24,16 +24,16 @@ def test_equal_links_count_local_pairs() -> None:
 def ranks_on(places: list[int], count: int) -> HostMap:
     """Ranks on these hosts."""
     where = np.array(places)
-    return HostMap(np.zeros((len(where), len(where))), where, where, count, beside=True)
+    return HostMap(np.zeros((len(where), len(where))), where, where, count, workers_are_ranks=True)
 
 
 def test_rows_pairs_and_rows_once_a_host() -> None:
     found = np.array([[[0, 2, 3, 3]]], dtype=np.int16)
     loads = link_loads(found, np.array([[0]], dtype=np.int16), ranks_on([0, 0, 1, 1], 2))
-    assert (loads.pairs[0, 1], loads.rows[0, 1], loads.once[0, 1]) == (3, 2, 1)
+    assert (loads.pairs[0, 1], loads.rows[0, 1], loads.rows_once_per_host[0, 1]) == (3, 2, 1)
     assert loads.pairs.sum() == 3
     assert loads.sizes(8.0).tolist() == [[0, 16], [24, 0]]
-    assert loads.sizes(8.0, once=True).tolist() == [[0, 8], [24, 0]]
+    assert loads.sizes(8.0, once_per_host=True).tolist() == [[0, 8], [24, 0]]
     assert loads.seconds(np.array([[1.0, 2.0], [2.0, 1.0]]), 8.0) == 80
 
 
@@ -60,7 +60,7 @@ def test_loads_are_those_of_a_loop(seed: int, ranks: int, count: int) -> None:
     loads = link_loads(found, own, ranks_on(places.tolist(), count))
     assert np.allclose(loads.pairs * tokens, pairs)
     assert np.allclose(loads.rows * tokens, rows)
-    assert np.allclose(loads.once * tokens, once)
+    assert np.allclose(loads.rows_once_per_host * tokens, once)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -88,10 +88,10 @@ def test_a_pair_goes_to_a_copy_with_the_lowest_price(seed: int) -> None:
 
 def test_a_worker_that_is_no_rank_has_no_own_server() -> None:
     """One worker on host 1. Servers 0 and 1 are on host 0, and server 2 is on host 1."""
-    there = HostMap(np.ones((1, 3)), np.array([1]), np.array([0, 0, 1]), 2, beside=False)
+    there = HostMap(np.ones((1, 3)), np.array([1]), np.array([0, 0, 1]), 2, workers_are_ranks=False)
     found, own = np.array([[[0, 1, 1, 2]]], dtype=np.int16), np.array([[0]], dtype=np.int16)
     loads = link_loads(found, own, there)
-    assert (loads.pairs[1, 0], loads.rows[1, 0], loads.once[1, 0]) == (3, 2, 1)
+    assert (loads.pairs[1, 0], loads.rows[1, 0], loads.rows_once_per_host[1, 0]) == (3, 2, 1)
     assert (loads.pairs[1, 1], loads.rows[1, 1]) == (1, 1)
     assert loads.pairs.sum() == 4
     assert not there.alike
@@ -102,5 +102,5 @@ def test_what_a_row_for_each_host_would_save(k: int, rows: float, once: float, a
     """Two lines of the table of docs/cluster.md, by counting tokens on rank 0 of 8 ranks on 2 hosts."""
     found = np.random.default_rng(0).integers(0, 8, (20_000, 1, k)).astype(np.int16)
     loads = link_loads(found, np.zeros((20_000, 1), dtype=np.int16), ranks_on([0] * 4 + [1] * 4, 2))
-    measured = loads.rows[0, 1], loads.once[0, 1], loads.pairs[0, 1]
+    measured = loads.rows[0, 1], loads.rows_once_per_host[0, 1], loads.pairs[0, 1]
     assert measured == pytest.approx((rows, once, answers), abs=0.02)

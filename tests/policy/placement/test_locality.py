@@ -26,7 +26,7 @@ from moesaic.policy.placement.locality import (
     token_ranks,
     token_scores,
 )
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 HOMES = np.array([[0, 0, 1, 2]], dtype=np.int16)[:, :, None]
 """One layer of four experts on three ranks."""
@@ -199,7 +199,7 @@ def request_profile(nearest: list[int] | None = None) -> Profile:
 
 
 def test_scores_sum_the_shares_over_layers() -> None:
-    homes = homes_of(labelled(request_profile(), small([0, 1, 1], [0, 1, 1])))
+    homes = homes_of(label_tokens(request_profile(), small([0, 1, 1], [0, 1, 1])))
     assert token_scores(request_profile(), homes, 2).tolist() == [[0.5, 1.5], [1, 1], [0, 0], [0, 0]]
     assert token_scores(request_profile([0, 1, 1, 2]), homes, 2).tolist()[2:] == [[1, 1], [0, 0]]
 

@@ -14,8 +14,8 @@ from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.policy.placement.online import Forecast, SolveRule, Traffic, judge
 from moesaic.policy.placement.online_solution import SHARE, Fleet, solve
-from moesaic.policy.placement.solvers import priced
-from moesaic.policy.placement.solvers.align import numbered_like
+from moesaic.policy.placement.solvers import link_aware
+from moesaic.policy.placement.solvers.align import match_numbers
 
 GIB = 1 << 30
 QUIET = Forecast(local=0.5, remote_bytes=0.0, critical=20.0, balancedness=0.5)
@@ -25,33 +25,33 @@ TRAFFIC = Traffic(tokens_per_second=100.0, busy=0.4, link=GIB, copies=GIB, horiz
 def test_worked_example() -> None:
     verdict = judge(QUIET, replace(QUIET, critical=15.0), 7, 8 * GIB, TRAFFIC)
     assert verdict.gain == pytest.approx(30.0) and verdict.cost == pytest.approx(8.0)
-    assert not verdict.why_not
+    assert not verdict.reason
 
 
 def test_locality_counts_by_tokens_and_link() -> None:
     """100 tokens/s save 1 MiB each for 300 s: 29.3 GiB at 1 GiB/s."""
     before = replace(QUIET, remote_bytes=2**21)
     verdict = judge(before, replace(before, remote_bytes=2**20), 7, 8 * GIB, TRAFFIC)
-    assert verdict.gain == pytest.approx(300 * 100 / 1024) and not verdict.why_not
+    assert verdict.gain == pytest.approx(300 * 100 / 1024) and not verdict.reason
     idle = judge(
         before, replace(before, remote_bytes=2**20), 7, 8 * GIB, replace(TRAFFIC, tokens_per_second=0)
     )
-    assert idle.gain == 0 and "a gain of 0 s in 300 s is not more than 2 times the 8 s" in idle.why_not
+    assert idle.gain == 0 and "a gain of 0 s in 300 s is not more than 2 times the 8 s" in idle.reason
     worse = judge(
         QUIET, replace(QUIET, critical=25.0, remote_bytes=2**22), 7, 8 * GIB, replace(TRAFFIC, horizon=0)
     )
-    assert "a gain of 0 s in 0 s" in worse.why_not
+    assert "a gain of 0 s in 0 s" in worse.reason
 
 
 def test_what_is_worse_in_one_way_has_to_be_better_in_the_other() -> None:
     after = replace(QUIET, critical=25.0, remote_bytes=-(2**20))
     verdict = judge(QUIET, after, 7, 0, TRAFFIC)
-    assert verdict.gain == pytest.approx(300 * 100 / 1024 - 0.25 * 0.4 * 300) and verdict.why_not
+    assert verdict.gain == pytest.approx(300 * 100 / 1024 - 0.25 * 0.4 * 300) and verdict.reason
 
 
 def test_nothing_is_swapped_for_no_move() -> None:
     verdict = judge(QUIET, replace(QUIET, critical=1.0), 0, 0, TRAFFIC)
-    assert verdict.why_not == "the solver found the same placement"
+    assert verdict.reason == "the solver found the same placement"
 
 
 def test_a_solve_needs_time_and_requests() -> None:
@@ -65,7 +65,7 @@ def test_a_solve_needs_time_and_requests() -> None:
 def test_ranks_are_numbered_so_that_most_experts_stay() -> None:
     before = np.zeros((2, 1, 4), dtype=bool)
     before[0, 0, :2] = before[1, 0, 2:] = True
-    assert numbered_like(np.array([[1, 1, 0, 0]]), before).tolist() == [1, 0]
+    assert match_numbers(np.array([[1, 1, 0, 0]]), before).tolist() == [1, 0]
 
 
 # ---- a whole solve
@@ -98,8 +98,10 @@ def present(servers: tuple[int, int] = (0, 1)) -> Placement:
 def test_a_solve_finds_the_kinds_of_requests(servers: tuple[int, int]) -> None:
     fleet = Fleet(servers, dict.fromkeys(servers, 1.0))
     found = solve(profile(), present(servers), None, fleet, "sem-moe")
-    assert found.before.local == pytest.approx(0.5, abs=0.05)
-    assert found.after.local > 0.9 and found.after.remote_bytes < found.before.remote_bytes
+    assert found.old_forecast.local == pytest.approx(0.5, abs=0.05)
+    assert (
+        found.new_forecast.local > 0.9 and found.new_forecast.remote_bytes < found.old_forecast.remote_bytes
+    )
     assert found.homes.servers == tuple(sorted(servers)) and found.homes.is_complete
     assert found.homes.version == 8 and found.placement.experts_by_layer == found.homes.experts_by_layer
     by_rank = [set(found.homes.experts_of(server, 1)) for server in servers]
@@ -112,7 +114,7 @@ def test_after_a_swap_the_same_routing_is_not_worth_a_move() -> None:
     once = solve(profile(), present(), None, fleet, "sem-moe")
     again = solve(profile(), once.placement, once.tables, fleet, "sem-moe")
     assert again.placement.experts_by_layer == once.placement.experts_by_layer
-    assert again.before.local == pytest.approx(again.after.local)
+    assert again.old_forecast.local == pytest.approx(again.new_forecast.local)
 
 
 def test_copies_and_servers_that_joined_are_kept() -> None:
@@ -135,8 +137,8 @@ def test_a_placement_that_only_numbers_ranks_otherwise_moves_nothing() -> None:
 def test_a_small_gain_does_not_pay_for_many_bytes() -> None:
     """12 s of gain and 8 s of cost: not with a margin of 2, but with one of 1."""
     after = replace(QUIET, critical=18.0)
-    assert judge(QUIET, after, 7, 8 * GIB, TRAFFIC).why_not
-    assert not judge(QUIET, after, 7, 8 * GIB, replace(TRAFFIC, margin=1.0)).why_not
+    assert judge(QUIET, after, 7, 8 * GIB, TRAFFIC).reason
+    assert not judge(QUIET, after, 7, 8 * GIB, replace(TRAFFIC, margin=1.0)).reason
 
 
 # ---- links
@@ -151,7 +153,7 @@ def test_each_links_own_seconds_replace_the_assumed_speed() -> None:
 
 def test_a_solve_prices_the_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ranks 0 and 1 share a host, and so do 2 and 3. A copy of the job in files gives the same answer."""
-    monkeypatch.setattr(priced, "AnnealingSearch", lambda: QUICK)
+    monkeypatch.setattr(link_aware, "AnnealingSearch", lambda: QUICK)
     found, _ = pairs_of_topics(1)
     found = replace(found, hidden=16)
     held = {layer: {rank: [rank, rank + 4] for rank in range(4)} for layer in found.layers}
@@ -160,10 +162,10 @@ def test_a_solve_prices_the_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     blind = Fleet((0, 1, 2, 3), dict.fromkeys(range(4), 1.0))
     fleet = replace(blind, prices=prices)
     solution = solve(found, present, None, fleet, "vanilla")
-    assert solution.before.link_seconds is not None
-    assert solution.after.link_seconds is not None
-    assert solution.after.link_seconds < solution.before.link_seconds
-    assert solve(found, present, None, blind, "vanilla").after.link_seconds is None
+    assert solution.old_forecast.link_seconds is not None
+    assert solution.new_forecast.link_seconds is not None
+    assert solution.new_forecast.link_seconds < solution.old_forecast.link_seconds
+    assert solve(found, present, None, blind, "vanilla").new_forecast.link_seconds is None
     Job(found, present, None, fleet, "vanilla").save(tmp_path)
     answer(tmp_path)
     assert read(tmp_path).placement == solution.placement
@@ -179,4 +181,4 @@ def test_seconds_of_links_are_those_of_a_loop() -> None:
         for layer in range(len(LAYERS)):
             servers = held_out.experts[token, layer] // 4
             total += sum(float(prices[owner % 2, server]) * 2 * 16 * 4 for server in servers.tolist())
-    assert solution.before.link_seconds == pytest.approx(total / len(held_out.tokens))
+    assert solution.old_forecast.link_seconds == pytest.approx(total / len(held_out.tokens))

@@ -13,7 +13,7 @@ from moesaic.policy.placement.packing import (
     FloatArray,
     Layer,
     copies,
-    kept,
+    keep_copies,
     pack,
     server_slots,
     swap,
@@ -88,14 +88,14 @@ def test_new_copies_leave_room_for_those_that_stay() -> None:
 def test_kept_worked_example() -> None:
     layer = Layer(floats(6, 3, 1), ints(1, 1, 1), ints(3, 0), floats(1, 1))
     before = np.array([[True, False]] * 3)
-    assert kept(layer, before, limit=7.0)[:, 0].tolist() == [True, False, True]
-    assert kept(layer, before, limit=10.0)[:, 0].tolist() == [True, True, True]
-    assert kept(layer, before, limit=2.0)[:, 0].tolist() == [False, False, True]
+    assert keep_copies(layer, before, limit=7.0)[:, 0].tolist() == [True, False, True]
+    assert keep_copies(layer, before, limit=10.0)[:, 0].tolist() == [True, True, True]
+    assert keep_copies(layer, before, limit=2.0)[:, 0].tolist() == [False, False, True]
 
 
 def test_surplus_copies_leave_the_busiest_server() -> None:
     layer = Layer(floats(2, 1), ints(1, 1), ints(1, 1), floats(1, 1))
-    assert kept(layer, np.array([[True, True], [True, False]]), limit=9.0).tolist() == [
+    assert keep_copies(layer, np.array([[True, True], [True, False]]), limit=9.0).tolist() == [
         [False, True],
         [True, False],
     ]
@@ -127,16 +127,16 @@ def layers(draw: st.DrawFn) -> tuple[Layer, BoolArray]:
 @given(layers(), st.floats(0.1, 50))
 def test_every_room_is_filled_and_every_copy_placed(problem: tuple[Layer, BoolArray], limit: float) -> None:
     layer, before = problem
-    staying = kept(layer, before, limit)
+    staying = keep_copies(layer, before, limit)
     assert not (staying & ~before).any()
     assert (staying.sum(axis=1) <= layer.count).all() and (staying.sum(axis=0) <= layer.room).all()
-    assert (layer.each @ staying <= limit * layer.capacity).all()
+    assert (layer.load_per_copy @ staying <= limit * layer.capacity).all()
     held = pack(layer, staying)
     exchanged = swap(layer, held, 0.0)
     for found in (held, exchanged):
         assert found.sum(axis=1).tolist() == layer.count.tolist()
         assert found.sum(axis=0).tolist() == layer.room.tolist()
-    peak, later = ((layer.each @ found / layer.capacity).max() for found in (held, exchanged))
+    peak, later = ((layer.load_per_copy @ found / layer.capacity).max() for found in (held, exchanged))
     assert later <= peak
 
 
@@ -145,12 +145,12 @@ def test_every_room_is_filled_and_every_copy_placed(problem: tuple[Layer, BoolAr
 def test_no_expert_could_have_had_the_copy_of_another(problem: tuple[Layer, BoolArray]) -> None:
     """For all numbers of copies: if a cold expert got a copy, no hotter expert could have taken it."""
     layer, _ = problem
-    load = layer.each * layer.count
+    load = layer.load_per_copy * layer.count
     for hot, cold in itertools.permutations(range(len(load)), 2):
         wished = layer.count.copy()
         wished[hot], wished[cold] = wished[hot] + 1, wished[cold] - 1
         gave = load[cold] / max(wished[cold], 1)
-        if wished[cold] >= layer.count.min() and gave < layer.each[hot] * (1 - 1e-9):
+        if wished[cold] >= layer.count.min() and gave < layer.load_per_copy[hot] * (1 - 1e-9):
             assert not matches(wished, layer.room)
 
 

@@ -9,7 +9,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
 from moesaic.policy.placement.link_prices import worth_of
 from moesaic.policy.placement.locality import homes_in, measure
-from moesaic.policy.placement.redundancy import _carried, copied, demand, place, tables_of
+from moesaic.policy.placement.redundancy import _route_choices, add_copies, demand, place, tables_of
 from moesaic.policy.placement.solvers import SOLVERS
 
 HOME = np.array([[1, 0], [1, 0], [0, 1], [0, 1]], dtype=np.bool_)
@@ -33,15 +33,15 @@ def profile(seed: int = 0, experts: int = 6, tokens: int = 200) -> Profile:
 
 def test_worked_example() -> None:
     wanted = np.array([[5, 4], [5, 0], [0, 1], [0, 5]], dtype=np.float64)
-    held = copied(wanted, HOME, 1)
+    held = add_copies(wanted, HOME, 1)
     assert held.tolist() == [[True, True], [True, False], [False, True], [False, True]]
 
 
 def test_balance_counts_where_locality_is_the_same() -> None:
     """A copy of expert 0 or of expert 2 on the other rank makes 6 choices local; rank 1 is the busier one."""
     wanted = np.array([[0, 6], [0, 0], [6, 0], [0, 10]], dtype=np.float64)
-    assert copied(wanted, HOME, 1).T.tolist() == [[True, True, True, False], [False, False, True, True]]
-    assert copied(wanted, HOME, 2).T.tolist() == [[True, True, True, False], [True, False, True, True]]
+    assert add_copies(wanted, HOME, 1).T.tolist() == [[True, True, True, False], [False, False, True, True]]
+    assert add_copies(wanted, HOME, 2).T.tolist() == [[True, True, True, False], [True, False, True, True]]
 
 
 @given(st.integers(0, 99), st.integers(1, 4), st.data())
@@ -52,7 +52,7 @@ def test_copies_are_shared_out_and_each_rank_has_an_expert_once(
     experts = data.draw(st.integers(ranks, 7))
     redundant = data.draw(st.integers(0, experts * (ranks - 1)))
     home = np.arange(experts)[:, None] * ranks // experts == np.arange(ranks)
-    held = copied(rng.integers(0, 9, (experts, ranks)).astype(np.float64), home, redundant)
+    held = add_copies(rng.integers(0, 9, (experts, ranks)).astype(np.float64), home, redundant)
     assert (held >= home).all() and held.sum() == experts + redundant
     assert (held.sum(axis=0) - home.sum(axis=0)).max() <= -(-redundant // ranks)
 
@@ -123,7 +123,7 @@ def test_choices_go_to_the_copies_that_are_worth_most(seed: int, ranks: int, ali
                 assert asked == ([rank] if held[expert, rank] else copies)
             for copy in asked:
                 carried[expert, copy] += wanted[expert, rank] / len(asked)
-    found = _carried(wanted, held, worth)
+    found = _route_choices(wanted, held, worth)
     assert np.allclose(found[0], carried) and np.allclose(found[1], best)
 
 
@@ -135,5 +135,5 @@ def test_a_copy_goes_to_the_other_host() -> None:
     wanted = np.array([[9, 5, 4, 4], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]], dtype=np.float64)
     home = np.eye(4, dtype=np.bool_)
     prices = np.where(np.arange(4)[:, None] // 2 == np.arange(4) // 2, 1.0, 8.0) * (1 - np.eye(4))
-    assert copied(wanted, home, 1)[0].tolist() == [True, True, False, False]
-    assert copied(wanted, home, 1, worth_of(prices))[0].tolist() == [True, False, True, False]
+    assert add_copies(wanted, home, 1)[0].tolist() == [True, True, False, False]
+    assert add_copies(wanted, home, 1, worth_of(prices))[0].tolist() == [True, False, True, False]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.policy.placement import balance, returning
-from moesaic.policy.placement.spreading import exposed
+from moesaic.policy.placement.spreading import count_exposed
 
 LAYERS = range(3)
 EVEN = {0: 1.0, 1: 1.0, 2: 1.0}
@@ -26,7 +26,7 @@ def kept(placement: Placement, names: dict[int, int]) -> dict[int, dict[int, tup
 def test_worked_example() -> None:
     found = returning.place({0: {0: [2, 3]}, 1: {0: [1]}}, [0], 4, {0: 1.0, 1: 1.0}, model="m")
     assert found == Placement(0, 4, {0: {0: (2, 3), 1: (0, 1)}}, "m")
-    assert returning.missing(found, {0: {0: [2, 3]}, 1: {0: [1]}}) == 1
+    assert returning.count_missing(found, {0: {0: [2, 3]}, 1: {0: [1]}}) == 1
 
 
 def test_servers_with_nothing_get_what_an_ordinary_start_gives_them() -> None:
@@ -44,7 +44,7 @@ def test_the_same_servers_in_any_order_load_nothing(order: tuple[int, ...], rule
     there = kept(before, dict(enumerate(order)))
     capacities = {new: sizes[old] for new, old in enumerate(order)}
     found = returning.place(there, LAYERS, 8, capacities, *rules)
-    assert returning.missing(found, there) == 0
+    assert returning.count_missing(found, there) == 0
     assert {new: found.server_experts(new) for new in sizes} == there
 
 
@@ -52,7 +52,7 @@ def test_a_lost_servers_experts_alone_are_loaded() -> None:
     before = balance.place(np.ones((3, 12)), LAYERS, EVEN)
     there = kept(before, {0: 2, 1: 0})
     found = returning.place(there, LAYERS, 12, {0: 1.0, 1: 1.0})
-    assert returning.missing(found, there) == 3 * 4 and found.is_complete
+    assert returning.count_missing(found, there) == 3 * 4 and found.is_complete
     assert [len(found.experts_of(server, 0)) for server in (0, 1)] == [6, 6]
 
 
@@ -60,8 +60,8 @@ def test_two_copies_are_on_two_hosts_whatever_is_in_memory() -> None:
     four, hosts = dict.fromkeys(range(4), 1.0), {0: "a", 1: "a", 2: "b", 3: "b"}
     there = {0: {0: range(4)}, 1: {0: range(4)}, 2: {0: range(4, 8)}, 3: {0: range(4, 8)}}
     found = returning.place(there, [0], 8, four, min_replicas=2, hosts=hosts)
-    assert exposed(found, list(four), hosts) == 0
-    assert returning.missing(found, there) == 8, "four copies of each host go to the other one"
+    assert count_exposed(found, list(four), hosts) == 0
+    assert returning.count_missing(found, there) == 8, "four copies of each host go to the other one"
 
 
 def test_what_a_server_says_of_experts_that_do_not_exist_is_ignored() -> None:
@@ -79,7 +79,7 @@ def test_a_server_that_joins_a_cluster_that_serves_gets_what_it_has() -> None:
     """Without it the placement would give the newcomer other experts."""
     before = balance.place(np.ones((1, 6)), [0], {0: 1.0, 1: 1.0})
     assert before.experts_by_layer == {0: {0: (0, 1, 2), 1: (3, 4, 5)}}
-    close = returning.joined_by(before, {2: {0: [2, 5]}}, {0: 1.0, 1: 1.0, 2: 1.0})
+    close = returning.add_servers(before, {2: {0: [2, 5]}}, {0: 1.0, 1: 1.0, 2: 1.0})
     found = balance.place(np.ones((1, 6)), [0], EVEN, previous=close)
     assert found.experts_by_layer == {0: {0: (0, 1), 1: (3, 4), 2: (2, 5)}}
     assert found.version > before.version

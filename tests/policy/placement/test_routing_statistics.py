@@ -17,15 +17,15 @@ from moesaic.policy.placement.routing_statistics import (
     DISTANCES,
     Quartiles,
     co_activation,
+    count_coactivations,
     describe,
     hits,
     hotness,
     hottest,
     kurtosis,
-    map_together,
+    map_coactivations,
     repeated,
     sample,
-    together,
 )
 
 V, E, K = 7, 6, 2
@@ -149,7 +149,7 @@ def test_layers_by_counting(seed: int) -> None:
 
 
 def test_co_activation_worked_example() -> None:
-    pairs = together(np.array([[0, 1], [1, 0], [3, 2], [2, 3]], dtype=np.int16), 4)
+    pairs = count_coactivations(np.array([[0, 1], [1, 0], [3, 2], [2, 3]], dtype=np.int16), 4)
     assert pairs.tolist() == [[0, 2, 0, 0], [2, 0, 0, 0], [0, 0, 0, 2], [0, 0, 2, 0]]
     found, chance = co_activation(pairs, np.array([2, 2, 2, 2]), 2)
     assert found == 1.0 and chance == pytest.approx(1 / 3)
@@ -161,10 +161,10 @@ def test_co_activation_worked_example() -> None:
 def test_together_by_counting(seed: int) -> None:
     experts = at_random(seed).routes.experts[:, 0]
     slow = Counter(pair for row in experts.tolist() for pair in permutations(row, 2))
-    fast = together(experts, E)
+    fast = count_coactivations(experts, E)
     assert all(fast[i, j] == slow[i, j] for i in range(E) for j in range(E))
     tokens = Counter(experts.ravel().tolist())
-    shown = map_together(at_random(seed).routes, 0, E)
+    shown = map_coactivations(at_random(seed).routes, 0, E)
     assert all(shown[i][j] == slow[i, j] / max(tokens[i], 1) for i in range(E) for j in range(E))
 
 
@@ -209,7 +209,7 @@ def test_the_map_keeps_distances() -> None:
 
 def test_many_requests_are_thinned_out_and_empty_ones_left_out() -> None:
     routes = routes_of([1, 0] * 40, [[[i % E, (i + 1) % E]] for i in range(40)], [0] * 40, [0, 1] * 40)
-    found = map_requests(routes, E, most=10)
+    found = map_requests(routes, E, max_requests=10)
     assert found is not None and len(found.points) == 10 and set(found.topics) == {0}
     assert map_requests(routes_of([0, 0], np.zeros((0, 1, 2)), []), E) is None
     alone = map_requests(routes_of([1], [[[0, 1]]], [0], [0]), E)

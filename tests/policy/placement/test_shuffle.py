@@ -58,8 +58,8 @@ def slow_targets(predicted: list[int], confidence: list[float], ranks: int, alig
 )
 def test_worked_example(align: Align, order: list[int], sizes: list[int], kept: int) -> None:
     found = plan(PREDICTED, CONFIDENCE, 2, align)
-    assert found.order.tolist() == order and found.sizes.tolist() == sizes and found.kept == kept
-    assert found.kept_share == kept / 5
+    assert found.order.tolist() == order and found.sizes.tolist() == sizes and found.num_kept == kept
+    assert found.share_kept == kept / 5
     assert found.starts.tolist() == [0, sizes[0], 5]
 
 
@@ -78,7 +78,7 @@ def test_local_pairs() -> None:
 
 def test_nobody_moves_where_everybody_fits() -> None:
     found = plan(np.array([1, 0, 1, 0, 2]), np.zeros(5), 3, "move")
-    assert found.order.tolist() == [1, 3, 0, 2, 4] and found.kept == 5
+    assert found.order.tolist() == [1, 3, 0, 2, 4] and found.num_kept == 5
 
 
 def test_the_emptiest_rank_is_filled_first() -> None:
@@ -90,7 +90,7 @@ def test_the_emptiest_rank_is_filled_first() -> None:
 @pytest.mark.parametrize("align", ["move", "variable", "none"])
 def test_no_rows(align: Align) -> None:
     found = plan(np.zeros(0, dtype=np.int64), np.zeros(0), 3, align)
-    assert found.sizes.tolist() == [0, 0, 0] and found.order.tolist() == [] and found.kept_share == 1.0
+    assert found.sizes.tolist() == [0, 0, 0] and found.order.tolist() == [] and found.share_kept == 1.0
 
 
 @given(batches(), st.sampled_from(["move", "variable", "none"]))
@@ -102,7 +102,7 @@ def test_equals_the_slow_one(batch: tuple[list[int], list[float], int], align: A
     rows = range(len(predicted))
     assert found.order.tolist() == [row for rank in range(ranks) for row in rows if target[row] == rank]
     assert found.sizes.tolist() == [target.count(rank) for rank in range(ranks)]
-    assert found.kept == sum(one == other for one, other in zip(target, predicted, strict=True))
+    assert found.num_kept == sum(one == other for one, other in zip(target, predicted, strict=True))
 
 
 @given(batches(), st.sampled_from(["move", "variable", "none"]))
@@ -121,5 +121,5 @@ def test_properties(batch: tuple[list[int], list[float], int], align: Align) -> 
         assert found.sizes.max() <= capacity
     if align == "move":  # no other plan of equal shards keeps more rows
         wanted = np.bincount(predicted, minlength=ranks)
-        assert found.kept == np.minimum(wanted, capacity).sum()
-        assert found.kept >= plan(predicted, confidence, ranks, "none").kept
+        assert found.num_kept == np.minimum(wanted, capacity).sum()
+        assert found.num_kept >= plan(predicted, confidence, ranks, "none").num_kept

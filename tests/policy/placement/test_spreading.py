@@ -14,7 +14,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.placement import around_homes
 from moesaic.policy.placement.balance import copy_mask, moves, place
 from moesaic.policy.placement.packing import FloatArray, Layer, server_slots, spread
-from moesaic.policy.placement.spreading import Hosts, exposed, on_one_host
+from moesaic.policy.placement.spreading import Hosts, count_exposed, on_one_host
 
 AB = {0: "a", 1: "a", 2: "b", 3: "b"}
 FOUR = dict.fromkeys(AB, 1.0)
@@ -34,9 +34,9 @@ def held_by(placement: Placement, servers: set[int]) -> int:
 
 def test_two_copies_are_on_two_hosts_which_loads_alone_do_not_see() -> None:
     load = np.random.default_rng(1).integers(1, 90, (3, 16))
-    assert exposed(place(load, range(3), FOUR, min_replicas=2), list(AB), AB) > 0
+    assert count_exposed(place(load, range(3), FOUR, min_replicas=2), list(AB), AB) > 0
     found = place(load, range(3), FOUR, min_replicas=2, hosts=AB)
-    assert exposed(found, list(AB), AB) == 0
+    assert count_exposed(found, list(AB), AB) == 0
     assert found.orphans(excluded_servers={0, 1}) == found.orphans(excluded_servers={2, 3}) == []
 
 
@@ -44,15 +44,15 @@ def test_hosts_worked_example() -> None:
     """Servers 4 and 7 are on host a. Expert 1 has two copies there, expert 2 has one."""
     placement = Placement(0, 3, {5: {4: [0, 1], 7: [1, 2], 8: [0]}})
     where = {4: "a", 7: "a"}
-    assert on_one_host(placement, 5, [4, 7, 8], where) == exposed(placement, [4, 7, 8], where) == 1
+    assert on_one_host(placement, 5, [4, 7, 8], where) == count_exposed(placement, [4, 7, 8], where) == 1
     assert on_one_host(placement, 5, [4, 7, 8, 99], {**where, 8: "a"}) == 2, "server 99 is on another host"
     assert on_one_host(placement, 5, [4, 7], where) == 0, "there is one host only"
     assert on_one_host(placement, 5, [4, 7, 8], None) == 0
-    there = Hosts.where([4, 7, 8], where)
+    there = Hosts.from_names([4, 7, 8], where)
     assert there.copies(copy_mask(placement, 5, [4, 7, 8], 3)).tolist() == [[1, 1], [0, 2], [0, 1]] or (
         there.copies(copy_mask(placement, 5, [4, 7, 8], 3)).tolist() == [[1, 1], [2, 0], [1, 0]]
     )
-    assert Hosts.where([0, 1, 2], {2: "b"}).ordinals(np.array([1, 0, 2])).tolist() == [1, 0, 0]
+    assert Hosts.from_names([0, 1, 2], {2: "b"}).ordinals(np.array([1, 0, 2])).tolist() == [1, 0, 0]
 
 
 def test_the_second_host_counts_more_than_all_further_ones() -> None:
@@ -89,7 +89,7 @@ def test_a_host_with_too_few_slots_holds_what_it_can() -> None:
         "but they are on different servers"
     )
     wide = place(np.ones((1, 8)), [0], {0: 1.0, 1: 1.0, 2: 2.0}, min_replicas=2, hosts=hosts)
-    assert exposed(wide, list(hosts), hosts) == 0
+    assert count_exposed(wide, list(hosts), hosts) == 0
 
 
 def test_three_copies_are_on_three_hosts() -> None:
@@ -103,9 +103,9 @@ def test_three_copies_are_on_three_hosts() -> None:
 def test_what_was_placed_without_hosts_is_spread_once_they_are_known() -> None:
     load = np.random.default_rng(3).integers(1, 90, (2, 16))
     blind = place(load, range(2), FOUR, min_replicas=2)
-    narrow = exposed(blind, list(AB), AB)
+    narrow = count_exposed(blind, list(AB), AB)
     found = place(load, range(2), FOUR, min_replicas=2, previous=blind, hosts=AB)
-    assert narrow > 0 and exposed(found, list(AB), AB) == 0
+    assert narrow > 0 and count_exposed(found, list(AB), AB) == 0
     assert len(moves(blind, found)) <= 2 * narrow, "an exchange for each, and nothing else"
     assert place(load, range(2), FOUR, min_replicas=2, previous=found, hosts=AB) is found
 
@@ -132,14 +132,14 @@ class Case:
         With four copies and more a chain of exchanges may be necessary, which is not built.
         """
         servers = sorted(self.servers)
-        there = Hosts.where(servers, self.hosts)
+        there = Hosts.from_names(servers, self.hosts)
         for layer in placement.layers:
             count = placement.replicas(layer)
             mask = copy_mask(placement, layer, servers, placement.num_experts)
             outside = mask.sum() - there.copies(mask).sum(axis=0)
             assert count.min() >= self.least
             if there.count > 1 and self.least > 1 and count.max() <= 3:
-                assert there.on_one(mask) == max(0, placement.num_experts - int(outside.min()))
+                assert there.count_on_one_host(mask) == max(0, placement.num_experts - int(outside.min()))
 
     def without(self, host: str) -> Case:
         """The same without the servers of a host."""
@@ -184,7 +184,7 @@ def test_few_copies_move_when_a_host_comes_and_goes(number: int, redundant: int)
         after = fewer.place(before)
         again = every.place(after)
         for case, placement in ((every, before), (fewer, after), (every, again)):
-            assert exposed(placement, sorted(case.servers), hosts) == 0
+            assert count_exposed(placement, sorted(case.servers), hosts) == 0
         moved += len(moves(before, after)) + len(moves(after, again))
         at_least += held_by(before, {0, 1}) + held_by(again, {0, 1})
     assert at_least <= moved <= 1.5 * at_least
@@ -208,12 +208,12 @@ def test_promised_copies_are_on_other_hosts_than_the_homes() -> None:
     homes = Placement(3, 8, {0: {server: [2 * server, 2 * server + 1] for server in range(4)}})
     load = np.array([[8, 7, 1, 1, 6, 5, 1, 1]])
     blind = around_homes.place(homes, load, [0], FOUR, min_replicas=2)
-    assert exposed(blind, list(AB), AB) > 0
+    assert count_exposed(blind, list(AB), AB) > 0
     found = around_homes.place(homes, load, [0], FOUR, min_replicas=2, hosts=AB)
-    assert exposed(found, list(AB), AB) == 0
+    assert count_exposed(found, list(AB), AB) == 0
     assert all(set(homes.experts_of(s, 0)) <= set(found.experts_of(s, 0)) for s in AB), "homes stay"
     safer = around_homes.place(homes, load, [0], FOUR, 0, 2, blind, slack=9.0, hosts=AB)
-    assert exposed(safer, list(AB), AB) == 0, "copies on one host do not stay"
+    assert count_exposed(safer, list(AB), AB) == 0, "copies on one host do not stay"
 
 
 def test_redundant_copies_are_on_another_host_than_the_home() -> None:

@@ -190,6 +190,6 @@ def test_shuffled_payload_is_that_of_the_plan(
     pairs = WIDTH * (exchange.there + exchange.back)
     assert sums(found.traffic) == (0, half, half, pairs, exchange.metadata + notes)
     assert found.group.local_pairs == exchange.local
-    kept = sum(one.kept for of_layers in plans for one in of_layers)
+    kept = sum(one.num_kept for of_layers in plans for one in of_layers)
     assert (found.group.shuffled_rows, found.group.kept_rows) == (LAYERS * ROWS, kept)
     assert (kept == LAYERS * ROWS) == (align == "variable")

@@ -63,7 +63,7 @@ def answer(folder: Path) -> None:
     (folder / "homes.json").write_text(solution.homes.to_json(), encoding="utf-8")
     (folder / "placement.json").write_text(solution.placement.to_json(), encoding="utf-8")
     solution.tables.save(folder / "tables.npz")
-    forecasts = {"before": asdict(solution.before), "after": asdict(solution.after)}
+    forecasts = {"before": asdict(solution.old_forecast), "after": asdict(solution.new_forecast)}
     (folder / "answer.json").write_text(json.dumps(forecasts), encoding="utf-8")
 
 
@@ -74,6 +74,6 @@ def read(folder: Path) -> Solution:
         homes=Placement.from_json((folder / "homes.json").read_text(encoding="utf-8")),
         placement=Placement.from_json((folder / "placement.json").read_text(encoding="utf-8")),
         tables=Tables.load(folder / "tables.npz"),
-        before=Forecast(**forecasts["before"]),
-        after=Forecast(**forecasts["after"]),
+        old_forecast=Forecast(**forecasts["before"]),
+        new_forecast=Forecast(**forecasts["after"]),
     )

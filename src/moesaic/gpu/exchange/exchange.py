@@ -248,15 +248,15 @@ class DeviceExchange:
 
     def _progress(self) -> None:
         """Tell `Replicas`, which decides who is late, what the servers were asked and have answered."""
-        now, asked = self._clock(), self._replicas.connected
+        now, asked = self._clock(), self._replicas.connected_servers
         for server, one in self._servers.items():
             sent, answered = one.mailbox.progress()
             if server not in asked:
                 continue
             if sent:
-                self._replicas.sent(server, sent, now)
+                self._replicas.record_sent(server, sent, now)
             if answered:
-                self._replicas.answered(server, answered, now)
+                self._replicas.record_answer(server, answered, now)
 
     # ---- between steps
 

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from moesaic.core.paced_devices import PacedDevices
-from moesaic.cost.ops import touched
+from moesaic.cost.ops import uniform_distinct
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment.demand import Demand
 from moesaic.planning.deployment.devices import NUMBER_BYTES
@@ -111,7 +111,9 @@ class Estimates:
 
     def _run(self, layout: Layout, devices: PacedDevices, rows: float) -> float:
         """Seconds of a run of a server that gets as many pairs as `rows` rows have."""
-        num_experts = touched(self._model.experts, self._top_k, rows * layout.servers) / layout.servers
+        num_experts = (
+            uniform_distinct(self._model.experts, self._top_k, rows * layout.servers) / layout.servers
+        )
         return devices.experts.seconds(rows * self._top_k, num_experts)
 
     def fullest_share(self, servers: int) -> float:

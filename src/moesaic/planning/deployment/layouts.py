@@ -203,9 +203,9 @@ def compute_memory(model: ModelSizes, layout: Layout, min_replicas: int = 1, red
     copies = max(model.experts * min_copies, model.experts + redundant)
     expert_bytes = model.moe_layers * -(-copies // layout.servers) * model.expert_bytes
     return Memory(
-        replace(rank, experts=model.experts).other,
+        replace(rank, experts=model.experts).other_bytes,
         expert_bytes,
         layout.pool.hardware.fast.room,
-        model.layers * rank.attention.cached * number,
+        model.layers * rank.attention.cache_width * number,
         layout.is_colocated,
     )

@@ -259,7 +259,7 @@ def _build_intra_host_link(pool: Pool, links: _Links) -> tuple[LinkModel, list[s
     latency = INTRA_HOST_LATENCY if links.inside_latency_us is None else 1e-6 * links.inside_latency_us
     if links.inside_gb_per_s is not None:
         return LinkModel(latency, 1e9 * links.inside_gb_per_s), []
-    rate = 1e9 * GPU_LINKS.get(pool.name.partition("-")[0], pool.hardware.link.down / 1e9)
+    rate = 1e9 * GPU_LINKS.get(pool.name.partition("-")[0], pool.hardware.link.down_bandwidth / 1e9)
     # A single device sends nothing inside of its host, so nothing was assumed.
     if pool.devices_per_host == 1:
         return LinkModel(latency, rate), []

@@ -98,7 +98,7 @@ class Processing:
         kinds = sorted({measurement.dtype for measurement in self.rates} & QUANTIZATIONS.keys())
         packed_curves = tuple((kind, products.flops_by_rows(self.rates, kind)) for kind in kinds)
         peak = products.find_peak(self.rates, self.dtype)
-        processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed=packed_curves)
+        processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed_rates=packed_curves)
         return Level(self.name, self.memory, bandwidth, processor, usable)
 
 
@@ -201,7 +201,7 @@ class Measuring:
         form = "" if sizes.packed_type is None else f", also {sizes.packed_type}"
         form = ", compressed where bf16" if sizes.packed_type == COMPRESSED_DTYPE else form
         figures = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
-        return replace(hardware, source=source, measured={**figures, **measurements})
+        return replace(hardware, source=source, measurements={**figures, **measurements})
 
 
 def _list_dtypes(kernels: Kernels) -> list[torch.dtype]:

@@ -17,7 +17,7 @@ import torch
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.core.weight_types import COMPRESSED_DTYPE, NUMBER_BYTES, is_packed, row_bytes, split_dtype
-from moesaic.cost.mixed import DeltaRule, Mixed, Recurrent, ShortConvolution
+from moesaic.cost.hybrid import DeltaRule, HybridAttention, Recurrent, ShortConvolution
 from moesaic.cost.ops import Work
 from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
 from moesaic.kernels.batch import AttentionBatch
@@ -97,7 +97,9 @@ def operation_names(model: ModelSizes) -> tuple[str, ...]:
     """Names of the operations of a model without its experts, in the order in which they are measured."""
     wide = ("dense MLP",) if model.dense_width else ()
     shared_names = ("shared experts",) if model.shared_width else ()
-    linear = (_recurrent_name(model.attention.recurrent),) if isinstance(model.attention, Mixed) else ()
+    linear = (
+        (_recurrent_name(model.attention.recurrent),) if isinstance(model.attention, HybridAttention) else ()
+    )
     layer_names = ("query, key, value", "attention", *linear, "output projection", *wide, "gate")
     return (*layer_names, *shared_names, "output head")
 
@@ -105,10 +107,10 @@ def operation_names(model: ModelSizes) -> tuple[str, ...]:
 def list_layer_calls(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
     """Every operation but the experts."""
     model, hidden = sizes.model, sizes.model.hidden
-    query_width, value_width = (round(size / hidden) for size in model.attention.projected(hidden))
+    query_width, value_width = (round(size / hidden) for size in model.attention.projection_sizes(hidden))
     yield from _linear("query, key, value", kernels, sizes, (query_width, hidden))
     yield from _attention(kernels, sizes)
-    if isinstance(model.attention, Mixed):
+    if isinstance(model.attention, HybridAttention):
         yield from _recurrent(kernels, sizes, model.attention.recurrent)
     yield from _linear("output projection", kernels, sizes, (hidden, value_width))
     if model.dense_width:
@@ -239,12 +241,12 @@ def _steps(sizes: Sizes, rows: int) -> AttentionBatch:
 def _attention(kernels: Kernels, sizes: Sizes) -> Iterator[Call]:
     """Attention over the cache: decode steps of requests, or one prompt."""
     attention = sizes.model.attention
-    kind = attention.full if isinstance(attention, Mixed) else attention
+    kind = attention.full if isinstance(attention, HybridAttention) else attention
     for rows in sizes.rows:
         requests, context = sizes.requests(rows)
         batch, tokens = _steps(sizes, rows), requests * context
         pairs = tokens if requests == rows else rows * (rows + 1) // 2
-        size = tokens * kind.cached * sizes.model.cache_number(sizes.cache)
+        size = tokens * kind.cache_width * sizes.model.cache_number(sizes.cache)
         run = _attention_call(kernels, sizes, kind, batch, rows)
         work = Work(float(pairs) * kind.pair_flops, 0.0, size)
         yield Call("attention", sizes.cache, rows, context, work, run)
@@ -271,7 +273,7 @@ def _attention_call(
             queries = query(kind.heads, kind.width)
             return lambda: kernels.paged_attention(queries, keys, values, batch, kind.width**-0.5)
         case Latent():
-            wide = kind.rank + kind.turned
+            wide = kind.rank + kind.rope_width
             latents, queries = fill_cache(1, wide), query(kind.heads, wide)
             return lambda: kernels.paged_attention(
                 queries, latents, None, batch, wide**-0.5, value_width=kind.rank

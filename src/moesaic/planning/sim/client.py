@@ -26,8 +26,8 @@ from moesaic.planning.sim.connection import (
 )
 from moesaic.planning.sim.device import Stream
 from moesaic.planning.sim.timeline import Timeline
-from moesaic.policy.fleet.relays import Relays, needing, waited_for
-from moesaic.policy.fleet.replicas import NOBODY, Replicas
+from moesaic.policy.fleet.relays import Relays, find_awaited_servers, needing
+from moesaic.policy.fleet.replicas import NO_SERVER, Replicas
 
 MIN_SLEEP_SECONDS = 1e-3
 """Minimum seconds that a real worker sleeps before it looks for late servers again."""
@@ -129,7 +129,7 @@ class SimulatedExperts:
             if server not in old_entries:
                 self._connect(server)
             elif old_entries[server] is not end:
-                self.replicas.replaced(server)
+                self.replicas.record_replacement(server)
                 self._fail(server)
         # Servers that left may have answered everything already, and no later answer would close them.
         self._leaving = True
@@ -144,7 +144,9 @@ class SimulatedExperts:
     def deadline(self) -> float:
         """When to look again although nothing has arrived: the next timeout of a server."""
         slow = (
-            self.replicas.next_slow(waited_for(self._drop_complete_relays())) if self._relayed_calls else None
+            self.replicas.next_slow(find_awaited_servers(self._drop_complete_relays()))
+            if self._relayed_calls
+            else None
         )
         deadlines = [time for time in (self.replicas.next_deadline(), slow) if time is not None]
         return max(self._timeline.now + MIN_SLEEP_SECONDS, min(deadlines)) if deadlines else math.inf
@@ -166,7 +168,9 @@ class SimulatedExperts:
                 self._fail(connection.server)
         relayed_calls = self._drop_complete_relays()
         for server in (
-            self.replicas.slow(waited_for(relayed_calls), self._timeline.now) if relayed_calls else ()
+            self.replicas.slow(find_awaited_servers(relayed_calls), self._timeline.now)
+            if relayed_calls
+            else ()
         ):
             self._take_back(
                 [part for relayed_call in relayed_calls for part in needing(relayed_call, server)]
@@ -222,7 +226,7 @@ class SimulatedExperts:
             connection.is_closed = True
             return
         self._connections[server] = connection
-        self.replicas.joined(server)
+        self.replicas.add_server(server)
 
     def on_answer(self, connection: Connection, number: int, pairs: IntArray) -> None:
         """A server has answered these of the call's pairs: indices [r]."""
@@ -232,7 +236,7 @@ class SimulatedExperts:
         call, now = connection.calls[number], self._timeline.now
         fresh, submission = call.receive(pairs), call.submission
         submission.missing -= fresh
-        self.replicas.answered(connection.server, fresh, now)
+        self.replicas.record_answer(connection.server, fresh, now)
         self._report(submission, call.pairs[pairs])
         if not call.left:
             del connection.calls[number]
@@ -268,7 +272,7 @@ class SimulatedExperts:
             for group in self._relays.groups(pairs_by_server, submission.top_k, ways, self._partial, now):
                 self._post_parts(submission, [shares.pop(server) for server in group])
         for share in shares.values():
-            if share.server == NOBODY:
+            if share.server == NO_SERVER:
                 submission.unsent_pairs.append(share.pairs)
             else:
                 self._post(submission, share)
@@ -311,7 +315,7 @@ class SimulatedExperts:
         call = Call(self._num_calls, submission, share.pairs, share.experts, share.rows, max(1, count), now)
         self._connections[share.server].calls[call.number] = call
         self.pairs += count
-        self.replicas.sent(share.server, call.left, now, again=submission.attempt > 0)
+        self.replicas.record_sent(share.server, call.left, now, is_resend=submission.attempt > 0)
         return call
 
     def _drop_complete_relays(self) -> list[RelayedCall]:
@@ -327,11 +331,11 @@ class SimulatedExperts:
             call = part.call
             assert call.relayed_call is not None and self._relays is not None
             del part.connection.calls[call.number]
-            self._relays.rest(call.relayed_call.host, self._timeline.now)
+            self._relays.rest_host(call.relayed_call.host, self._timeline.now)
             call.relayed_call.end(call)
             call.submission.attempt += 1
             self._send(call.submission, call.missing)
-            self.replicas.taken_back(part.server, call.left)
+            self.replicas.record_taken_back(part.server, call.left)
 
     def _connect(self, server: int) -> None:
         Connection(server, self, self._entries[server]).send(Hello(), 0)
@@ -349,7 +353,7 @@ class SimulatedExperts:
             for call in connection.calls.values():
                 if call.relayed_call is not None:
                     call.relayed_call.end(call)
-            self.replicas.lost(
+            self.replicas.remove_server(
                 server, sum(len(call.pairs) and call.left for call in connection.calls.values())
             )
             self._close(connection)
@@ -384,7 +388,7 @@ class SimulatedExperts:
         for server in leaving:
             if not self._connections[server].calls:
                 connection = self._connections.pop(server)
-                self.replicas.lost(server)
+                self.replicas.remove_server(server)
                 self._close(connection)
 
 

@@ -37,7 +37,7 @@ from moesaic.policy.fleet.relays import HOP, Relays
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.placement.dispatch import Dispatch, RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.policy.placement.solvers.priced import priced
+from moesaic.policy.placement.solvers.link_aware import solve_for_links
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import QueuePolicy
@@ -137,7 +137,7 @@ class SimulatedCluster:
         clusters = SOLVERS[table.solver](profile, servers, seed)
         topology = None if self.links is None else self.links.topology
         if topology is not None and topology.workers:
-            clusters = priced(profile, clusters, topology.prices(servers), seed)
+            clusters = solve_for_links(profile, clusters, topology.prices(servers), seed)
         return clusters.placement(profile.layers, profile.model)
 
     # ---- parts
@@ -178,7 +178,7 @@ class SimulatedCluster:
         experts = SimulatedExperts(
             self.timeline,
             stream,
-            Replicas(own=number if is_colocated else None, pair_bytes=2 * row),
+            Replicas(own_server=number if is_colocated else None, pair_bytes=2 * row),
             layout.num_experts,
             row,
             portion_rows=self._decisions.partial_answer_rows if kind in SEPARATE else None,

@@ -69,7 +69,7 @@ def build_machine_devices(model: ModelSizes, machine: Hardware, context: float) 
 
     def attention(rows: float) -> float:
         products = ops.query_key_value(model, rows) + ops.output_projection(model, rows)
-        products += ops.gate(model, rows) + ops.shared(model, rows)
+        products += ops.gate(model, rows) + ops.shared_experts(model, rows)
         attention_work = ops.attention(model, rows, context, model.number)
         return launch + roofline.seconds(products, level) + roofline.attention_seconds(attention_work, level)
 

@@ -30,9 +30,9 @@ from moesaic.core.errors import ConfigError
 class AutoscaleRule:
     """Bounds and thresholds of autoscaling."""
 
-    least: int
+    minimum: int
     """Minimum number of servers."""
-    most: int
+    maximum: int
     """Maximum number of servers."""
     high: float = 0.85
     """Servers are added when their mean busy share of the time is above this."""
@@ -48,8 +48,8 @@ class AutoscaleRule:
     """Seconds after a change in which nothing changes again."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ConfigError.field("--autoscale", f"{self.least}:{self.most}", _ALLOWED)
+        if not 1 <= self.minimum <= self.maximum:
+            raise ConfigError.field("--autoscale", f"{self.minimum}:{self.maximum}", _ALLOWED)
         if not 0 < self.low < self.high <= 1:
             raise ConfigError.field("low and high", (self.low, self.high), "0 < low < high <= 1")
         for name in ("queue", "up_seconds", "down_seconds", "cooldown"):
@@ -87,14 +87,14 @@ def parse_rules(text: str, default: str = EXPERT_SERVERS) -> dict[str, Autoscale
 
     Examples: "2:6" -> 2 to 6 expert servers. "attention-workers=1:3,expert-servers=2:6" -> limits of both.
     """
-    found: dict[str, AutoscaleRule] = {}
+    rules: dict[str, AutoscaleRule] = {}
     for part in text.split(","):
         name, _, limits = part.rpartition("=")
         role = name.strip() or default
-        if role not in ROLES or role in found:
+        if role not in ROLES or role in rules:
             raise ConfigError.field("--autoscale", text, f"{' or '.join(ROLES)}, each once, with =MIN:MAX")
-        found[role] = AutoscaleRule.parse(limits)
-    return found
+        rules[role] = AutoscaleRule.parse(limits)
+    return rules
 
 
 class Autoscaler:
@@ -123,26 +123,26 @@ class Autoscaler:
         Example with rule 1:4, default thresholds and 2 servers: utilisation 0.9 at second 0 gives 2. Still
         0.9 at second 5 gives 3. Then the cooldown keeps 3 until second 35, whatever the load.
         """
-        bounded = self._bounded(servers)
-        if bounded != servers or now < self._quiet_until:
+        allowed_servers = self._clamp(servers)
+        if allowed_servers != servers or now < self._quiet_until:
             self._high_since = self._low_since = None
-            return bounded
+            return allowed_servers
         high = self._is_high(queue_depth, utilisation, slo_violations, servers)
         low = not high and self._is_low(queue_depth, utilisation, servers)
-        self._high_since = _since(self._high_since, high, now)
-        self._low_since = _since(self._low_since, low, now)
+        self._high_since = _update_start(self._high_since, high, now)
+        self._low_since = _update_start(self._low_since, low, now)
         target = servers
         if self._high_since is not None and now - self._high_since >= self._rule.up_seconds:
-            target = self._bounded(self._wanted(queue_depth, utilisation, servers))
+            target = self._clamp(self._needed_servers(queue_depth, utilisation, servers))
         elif self._low_since is not None and now - self._low_since >= self._rule.down_seconds:
-            target = self._bounded(servers - 1)
+            target = self._clamp(servers - 1)
         if target != servers:
             self._high_since = self._low_since = None
             self._quiet_until = now + self._rule.cooldown
         return target
 
-    def _bounded(self, servers: int) -> int:
-        return min(max(servers, self._rule.least), self._rule.most)
+    def _clamp(self, servers: int) -> int:
+        return min(max(servers, self._rule.minimum), self._rule.maximum)
 
     def _is_high(self, queue_depth: int, utilisation: float, slo_violations: int, servers: int) -> bool:
         rule = self._rule
@@ -154,7 +154,7 @@ class Autoscaler:
         fits = fewer > 0 and utilisation * servers / fewer < self._rule.high
         return utilisation < self._rule.low and queue_depth <= self._rule.queue and fits
 
-    def _wanted(self, queue_depth: int, utilisation: float, servers: int) -> int:
+    def _needed_servers(self, queue_depth: int, utilisation: float, servers: int) -> int:
         """Servers to add up to: enough to be below `high` and `queue`, at least one more, at most twice as
         many.
         """
@@ -163,8 +163,8 @@ class Autoscaler:
         return max(servers + 1, min(max(busy, waiting), 2 * servers))
 
 
-def _since(since: float | None, holds: bool, now: float) -> float | None:
+def _update_start(start: float | None, is_true: bool, now: float) -> float | None:
     """When the condition began to hold without interruption. None while it does not hold."""
-    if not holds:
+    if not is_true:
         return None
-    return now if since is None else since
+    return now if start is None else start

@@ -46,60 +46,60 @@ def relay_of(shares: Sequence[Share]) -> int:
     return min(shares, key=lambda share: (-share.pairs, share.server)).server
 
 
-def saved_bytes(shares: Sequence[Share], rows: int, row_bytes: int, summed: bool) -> int:
-    """Bytes that do not cross the link. rows: distinct rows of all shares. summed: the sums are added up.
+def count_saved_bytes(shares: Sequence[Share], rows: int, row_bytes: int, adds_sums: bool) -> int:
+    """Bytes that do not cross the link. rows: distinct rows of all shares. adds_sums: the sums are added up.
 
     Example: one row that three servers need -> two rows. With sums two answers are saved as well.
     """
-    directions = 2 if summed else 1
+    directions = 2 if adds_sums else 1
     return directions * row_bytes * (sum(share.rows for share in shares) - rows)
 
 
-def passed_bytes(shares: Sequence[Share], row_bytes: int, partial: bool) -> int:
+def count_passed_bytes(shares: Sequence[Share], row_bytes: int, partial: bool) -> int:
     """Bytes of rows and answers that the relay passes on. partial: an answer has one row for each row."""
     relay = relay_of(shares)
     others = [share for share in shares if share.server != relay]
     return row_bytes * sum(share.rows + (share.rows if partial else share.pairs) for share in others)
 
 
-def pays(
+def is_worthwhile(
     shares: Sequence[Share],
     rows: int,
     row_bytes: int,
     partial: bool,
-    summed: bool,
+    adds_sums: bool,
     way: Way,
     hop: float = HOP,
 ) -> bool:
     """Whether these shares of a call should go through a relay. way: from the client to this host."""
-    saved = saved_bytes(shares, rows, row_bytes, summed) / way.link.bandwidth
-    passed = passed_bytes(shares, row_bytes, partial) / way.intra_host_link.bandwidth
-    return saved > passed + 2 * (way.intra_host_link.latency + hop)
+    saved_seconds = count_saved_bytes(shares, rows, row_bytes, adds_sums) / way.link.bandwidth
+    passed_seconds = count_passed_bytes(shares, row_bytes, partial) / way.intra_host_link.bandwidth
+    return saved_seconds > passed_seconds + 2 * (way.intra_host_link.latency + hop)
 
 
 class Resting:
     """The hosts that are not asked through relays for a while."""
 
     def __init__(self) -> None:
-        self._until: dict[str, float] = {}
+        self._rest_ends: dict[str, float] = {}
 
     def begin(self, host: str, now: float) -> None:
         """A relay of this host could not pass on something, or was slow."""
-        self._until[host] = now + REST
+        self._rest_ends[host] = now + REST
 
-    def rests(self, host: str, now: float) -> bool:
+    def is_resting(self, host: str, now: float) -> bool:
         """Whether that was less than `REST` ago."""
-        return now < self._until.get(host, now)
+        return now < self._rest_ends.get(host, now)
 
 
 def by_host(servers: Sequence[int], ways: Mapping[int, Way]) -> list[list[int]]:
     """The servers of each other host that has several of them, in order of their ids."""
-    found: dict[str, list[int]] = {}
+    servers_by_host: dict[str, list[int]] = {}
     for server in sorted(servers):
         way = ways.get(server)
         if way is not None and not way.on_one_host:
-            found.setdefault(way.host, []).append(server)
-    return [group for group in found.values() if len(group) > 1]
+            servers_by_host.setdefault(way.host, []).append(server)
+    return [group for group in servers_by_host.values() if len(group) > 1]
 
 
 class Relays:
@@ -124,19 +124,19 @@ class Relays:
         found = []
         for servers in by_host(list(pairs), ways):
             way = ways[servers[0]]
-            if self._resting.rests(way.host, now) or len(servers) > MOST_PARTS:
+            if self._resting.is_resting(way.host, now) or len(servers) > MOST_PARTS:
                 continue
             rows = {server: pairs[server] // top_k for server in servers}
-            known = [Share(one, len(pairs[one]), len(np.unique(rows[one]))) for one in servers]
+            shares = [Share(one, len(pairs[one]), len(np.unique(rows[one]))) for one in servers]
             distinct = len(np.unique(np.concatenate(list(rows.values()))))
-            saved = saved_bytes(known, distinct, self._row_bytes, partial)
-            alike = known, distinct, self._row_bytes, partial, partial, way, self._hop
-            if saved and (self._use == "always" or pays(*alike)):
-                relay = relay_of(known)
+            num_saved = count_saved_bytes(shares, distinct, self._row_bytes, partial)
+            arguments = shares, distinct, self._row_bytes, partial, partial, way, self._hop
+            if num_saved and (self._use == "always" or is_worthwhile(*arguments)):
+                relay = relay_of(shares)
                 found.append(sorted(servers, key=lambda server: (server != relay, server)))
         return found
 
-    def rest(self, host: str, now: float) -> None:
+    def rest_host(self, host: str, now: float) -> None:
         """Ask the servers of this host directly for a while."""
         self._resting.begin(host, now)
 
@@ -173,21 +173,21 @@ class WithParts(Protocol[P_co]):
         ...
 
 
-def needing(relayed: WithParts[P], server: int) -> list[P]:
+def needing(call: WithParts[P], server: int) -> list[P]:
     """The parts that are of no use, or have to be sent in another way, if this server is lost or slow.
 
     Example: server 1 passes on parts for servers 2 and 3. If 1 is slow these are the parts of 2 and 3, and if
     2 is slow it is its own part. Of sums it is each part in both cases.
     """
-    live = list(relayed.live_parts)
-    if relayed.is_sum:
-        return live if server in [relayed.relay, *(part.server for part in live)] else []
-    if relayed.relay == server:
+    live = list(call.live_parts)
+    if call.is_sum:
+        return live if server in [call.relay, *(part.server for part in live)] else []
+    if call.relay == server:
         return [part for part in live if part.server != server]
     return [part for part in live if part.server == server]
 
 
-def waited_for(calls: Iterable[WithParts[Part]]) -> set[int]:
+def find_awaited_servers(calls: Iterable[WithParts[Part]]) -> set[int]:
     """The servers whose parts would be taken back if they were slow."""
     return {
         server

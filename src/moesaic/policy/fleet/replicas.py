@@ -36,7 +36,7 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 from moesaic.core.topology import Way
 
-NOBODY = -1
+NO_SERVER = -1
 """The server id that stands for "no server"."""
 ROUNDING = 1e-6
 """Seconds that are more than the rounding errors of a time."""
@@ -52,9 +52,9 @@ class ReplicaTimeout:
     """Minimum timeout in seconds."""
     ceiling: float = 0.6
     """Maximum timeout in seconds, for a server that never answered after a long silence."""
-    unknown: float = 0.8
+    unmeasured_seconds: float = 0.8
     """Timeout in seconds of a server that never answered. It may have to read its weights first."""
-    relayed: float = 0.75
+    relayed_share: float = 0.75
     """Share of the timeout after which pairs that go through a relay are sent directly."""
     memory: float = 0.9
     """Factor by which each answer decays the longest known silence."""
@@ -80,7 +80,7 @@ class _Server:
 
     outstanding: int = 0
     """Pairs that were sent and are not answered."""
-    since: float = 0.0
+    last_progress: float = 0.0
     """Time of the last progress, or of the first request after it had no work."""
     pace: float | None = None
     """Smoothed seconds per pair. None before the first answer."""
@@ -94,23 +94,23 @@ class Replicas:
     """
 
     def __init__(
-        self, patience: ReplicaTimeout | None = None, own: int | None = None, pair_bytes: int = 0
+        self, patience: ReplicaTimeout | None = None, own_server: int | None = None, pair_bytes: int = 0
     ) -> None:
         """pair_bytes: what a pair sends over a link, there and back."""
         self._patience = patience or ReplicaTimeout()
         self._pair_bytes = pair_bytes
-        self.own = own
+        self.own_server = own_server
         """Id of the server of this client's own rank, or None."""
         self._ways: Mapping[int, Way] = {}
         self._servers: dict[int, _Server] = {}
         self._holders: dict[int, IntArray] = {}
-        self._only: dict[int, int] = {}
+        self._single_holder: dict[int, int] = {}
         """Layer -> server, for layers whose experts are all on one server."""
-        self._masked: dict[int, float] = {}
+        self._mask_timeouts: dict[int, float] = {}
         """Servers given up because of a timeout -> that timeout in seconds."""
         self._silence: dict[int, float] = {}
         """Server -> the longest silence in seconds that it survived, decayed with each answer."""
-        self._suspected: frozenset[int] = frozenset()
+        self._suspected_servers: frozenset[int] = frozenset()
         self._due: set[int] = set()
         """Suspected servers that are still connected, since no others hold all of their experts."""
         self._spare: dict[int, bool] = {}
@@ -128,36 +128,36 @@ class Replicas:
         self,
         experts: Mapping[int, Mapping[int, Iterable[int]]],
         num_experts: int,
-        suspected: Collection[int] = (),
+        suspected_servers: Collection[int] = (),
         ways: Mapping[int, Way] | None = None,
     ) -> None:
         """Set a new placement. experts: server -> layer -> experts.
 
-        suspected: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
+        suspected_servers: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
         server that the next placement leaves out was given up.
         ways: server -> the link from this client to it. Servers that it does not have count as near.
         """
-        new = set(suspected) - self._suspected
-        self._due = {one for one in self._due if one in suspected or one not in experts} | new
-        self._suspected = frozenset(suspected)
+        new = set(suspected_servers) - self._suspected_servers
+        self._due = {one for one in self._due if one in suspected_servers or one not in experts} | new
+        self._suspected_servers = frozenset(suspected_servers)
         self._ways = ways or {}
-        found: dict[int, list[list[int]]] = {}
+        holders: dict[int, list[list[int]]] = {}
         for server in sorted(experts):
             for layer, ids in experts[server].items():
-                if layer not in found:
-                    found[layer] = [[] for _ in range(num_experts)]
-                rows = found[layer]
+                if layer not in holders:
+                    holders[layer] = [[] for _ in range(num_experts)]
+                rows = holders[layer]
                 for expert in ids:
                     rows[expert].append(server)
-        self._holders = {layer: _padded(rows) for layer, rows in found.items()}
-        self._only = {
+        self._holders = {layer: _pad_rows(rows) for layer, rows in holders.items()}
+        self._single_holder = {
             layer: int(table[0, 0])
             for layer, table in self._holders.items()
             if table.shape[1] == 1 and (table == table[0, 0]).all()
         }
-        self._changed()
+        self._forget_spares()
 
-    def _changed(self) -> None:
+    def _forget_spares(self) -> None:
         """Other servers are connected, or hold other experts."""
         self._spare.clear()
         self._none_spare = False
@@ -172,39 +172,39 @@ class Replicas:
         return self._ways
 
     @property
-    def connected(self) -> frozenset[int]:
+    def connected_servers(self) -> frozenset[int]:
         """Ids of the servers that can be asked."""
         return frozenset(self._servers)
 
-    def joined(self, server: int) -> None:
+    def add_server(self, server: int) -> None:
         """Record that a connection to `server` was made."""
-        if server in self._masked:
-            self._silence[server] = self._masked.pop(server)
+        if server in self._mask_timeouts:
+            self._silence[server] = self._mask_timeouts.pop(server)
             self._count(false_failovers=1)
         self._due.discard(server)
         self._servers[server] = _Server()
-        self._changed()
+        self._forget_spares()
 
-    def lost(self, server: int, pairs: int = 0) -> None:
+    def remove_server(self, server: int, pairs: int = 0) -> None:
         """Record that the connection to `server` broke with `pairs` outstanding.
 
         Its process or the network failed.
         """
         if self._servers.pop(server, None) is not None and pairs:
             self._count(failovers=1)
-        self._changed()
+        self._forget_spares()
 
     def mask(self, server: int) -> None:
         """Give up `server` because of a timeout, although its connection is open."""
         state = self._servers.pop(server, None)
         if state is not None:
-            self._masked[server] = self._allowed(server, state)
+            self._mask_timeouts[server] = self._timeout_seconds(server, state)
             self._count(failovers=1, silent_failovers=1)
-        self._changed()
+        self._forget_spares()
 
-    def replaced(self, server: int) -> None:
+    def record_replacement(self, server: int) -> None:
         """Record that another process has this id now. So the process that was masked really died."""
-        self._masked.pop(server, None)
+        self._mask_timeouts.pop(server, None)
         self._silence.pop(server, None)
 
     def shares(
@@ -215,11 +215,11 @@ class Replicas:
         mask: [p] which pairs go to the server, or None for all of them. The list is empty when there are no
         pairs.
         """
-        if layer in self._only:
-            return [(self._only_one(layer), None)] if len(experts) else []
+        if layer in self._single_holder:
+            return [(self._find_single_holder(layer), None)] if len(experts) else []
         servers = self.route(layer, experts)
-        found = np.flatnonzero(np.bincount(servers - NOBODY)) + NOBODY
-        return [(server, servers == server) for server in found.tolist()]
+        asked_servers = np.flatnonzero(np.bincount(servers - NO_SERVER)) + NO_SERVER
+        return [(server, servers == server) for server in asked_servers.tolist()]
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
         """[p] the server for each pair of `experts` [p] of a layer, or NOBODY when no server that holds it is
@@ -230,37 +230,37 @@ class Replicas:
         If server 1 is on another host than this client and server 0 is not, they go to server 0.
         """
         table = self._holders.get(layer)
-        if table is None or layer in self._only:
-            return np.full(len(experts), self._only_one(layer), dtype=np.int64)
+        if table is None or layer in self._single_holder:
+            return np.full(len(experts), self._find_single_holder(layer), dtype=np.int64)
         if table.shape[1] == 1:
             return self._only_holder(table[experts, 0])
-        asked = np.bincount(experts, minlength=len(table))
-        wanted = np.flatnonzero(asked)
-        counts = asked[wanted]
-        chosen = np.full(len(table), NOBODY, dtype=np.int64)
+        num_pairs = np.bincount(experts, minlength=len(table))
+        asked_experts = np.flatnonzero(num_pairs)
+        counts = num_pairs[asked_experts]
+        server_of_expert = np.full(len(table), NO_SERVER, dtype=np.int64)
         load = {server: float(state.outstanding) for server, state in self._servers.items()}
-        for at in np.argsort(-counts, kind="stable").tolist():
-            holders = [server for server in table[wanted[at]].tolist() if server in load]
+        for index in np.argsort(-counts, kind="stable").tolist():
+            holders = [server for server in table[asked_experts[index]].tolist() if server in load]
             if holders:
-                more = int(counts[at])
-                best = min(holders, key=lambda server: self._rank(server, load[server], more))
-                load[best] += more
-                chosen[wanted[at]] = best
-        servers: IntArray = chosen[experts]
+                added_pairs = int(counts[index])
+                best = min(holders, key=lambda server: self._rank(server, load[server], added_pairs))
+                load[best] += added_pairs
+                server_of_expert[asked_experts[index]] = best
+        servers: IntArray = server_of_expert[experts]
         return servers
 
     def _rank(self, server: int, load: float, pairs: int) -> tuple[bool, bool, float, int]:
         """The holder with the least of these is asked. load: pairs it has. pairs: those that it would get."""
         if not self.far(server):
-            return server != self.own, False, load, server
+            return server != self.own_server, False, load, server
         way = self._ways[server]
         seconds = way.link.latency + (load + pairs) * self._pair_bytes / way.link.bandwidth
-        return server != self.own, True, seconds, server
+        return server != self.own_server, True, seconds, server
 
-    def _only_one(self, layer: int) -> int:
+    def _find_single_holder(self, layer: int) -> int:
         """The server that holds all experts of the layer if it is connected, otherwise NOBODY."""
-        server = self._only.get(layer, NOBODY)
-        return server if server in self._servers else NOBODY
+        server = self._single_holder.get(layer, NO_SERVER)
+        return server if server in self._servers else NO_SERVER
 
     def _only_holder(self, servers: IntArray) -> IntArray:
         """Route without replicas: each expert has one server.
@@ -268,32 +268,32 @@ class Replicas:
         Servers that are not connected become NOBODY.
         """
         absent = [server for server in set(servers.tolist()) if server not in self._servers]
-        return np.where(np.isin(servers, absent), NOBODY, servers) if absent else servers
+        return np.where(np.isin(servers, absent), NO_SERVER, servers) if absent else servers
 
-    def sent(self, server: int, pairs: int, now: float, again: bool = False) -> None:
-        """Record that `pairs` were sent to `server`. again: they had been sent before."""
+    def record_sent(self, server: int, pairs: int, now: float, is_resend: bool = False) -> None:
+        """Record that `pairs` were sent to `server`. is_resend: they had been sent before."""
         state = self._servers[server]
         if not state.outstanding:
-            state.since = now
+            state.last_progress = now
             self._calm_until = min(self._calm_until, now + self._patience.floor - ROUNDING)
         state.outstanding += pairs
-        if again:
+        if is_resend:
             self._count(resent_pairs=pairs)
 
-    def answered(self, server: int, pairs: int, now: float) -> None:
+    def record_answer(self, server: int, pairs: int, now: float) -> None:
         """Record that `server` answered `pairs`."""
         state = self._servers.get(server)
         if state is None or not pairs:
             return
-        silence = now - state.since
+        silence = now - state.last_progress
         self._silence[server] = max(silence, self._patience.memory * self._silence.get(server, 0.0))
         pace = silence / pairs
         # Adapt at once to a slower pace and slowly to a faster one, so that the timeout is rather too long.
         state.pace = pace if state.pace is None else max(pace, 0.9 * state.pace + 0.1 * pace)
         state.outstanding -= pairs
-        state.since = now
+        state.last_progress = now
 
-    def taken_back(self, server: int, pairs: int) -> None:
+    def record_taken_back(self, server: int, pairs: int) -> None:
         """Record that `server` need not answer these pairs any more. The clock of its others goes on.
 
         If they are sent to it again, call `sent` before: then its clock goes on for them, too.
@@ -310,10 +310,13 @@ class Replicas:
         return min((end for _, end in self._soon_late(servers)), default=None)
 
     def _soon_late(self, servers: Collection[int]) -> list[tuple[int, float]]:
-        known = [(server, self._servers[server]) for server in servers if server in self._servers]
+        states = [(server, self._servers[server]) for server in servers if server in self._servers]
         return [
-            (server, state.since + self._patience.relayed * self._allowed(server, state))
-            for server, state in known
+            (
+                server,
+                state.last_progress + self._patience.relayed_share * self._timeout_seconds(server, state),
+            )
+            for server, state in states
             if state.outstanding and self._is_spare(server)
         ]
 
@@ -322,39 +325,41 @@ class Replicas:
 
         The servers that are not named hold all experts of the named ones.
         """
-        named: list[int] = []
+        late_servers: list[int] = []
         if now <= self._calm_until and not self._due:
-            return named
+            return late_servers
         soonest = now - self._patience.floor  # no timeout is shorter
         for server, state in self._servers.items():
-            pending = state.outstanding and state.since < soonest
-            overdue = pending and now > state.since + self._allowed(server, state)
-            if (overdue or server in self._due) and self._replaceable(server, named):
-                named.append(server)
-        self._due.difference_update(named)
-        oldest = min((state.since for state in self._servers.values() if state.outstanding), default=now)
+            pending = state.outstanding and state.last_progress < soonest
+            overdue = pending and now > state.last_progress + self._timeout_seconds(server, state)
+            if (overdue or server in self._due) and self._is_replaceable(server, late_servers):
+                late_servers.append(server)
+        self._due.difference_update(late_servers)
+        oldest = min(
+            (state.last_progress for state in self._servers.values() if state.outstanding), default=now
+        )
         self._calm_until = min(now, oldest) + self._patience.floor - ROUNDING
-        return named
+        return late_servers
 
     def next_deadline(self) -> float | None:
         """The time at which `late` may name the next server. None until something else happens."""
         if self._none_spare:
             return None
         ends = [
-            state.since + self._allowed(server, state)
+            state.last_progress + self._timeout_seconds(server, state)
             for server, state in self._servers.items()
             if state.outstanding and self._is_spare(server)
         ]
         self._none_spare = len(self._spare) == len(self._servers) and not any(self._spare.values())
         return min(ends, default=None)
 
-    def _allowed(self, server: int, state: _Server) -> float:
+    def _timeout_seconds(self, server: int, state: _Server) -> float:
         """Timeout of the server in seconds."""
-        rule, survived = self._patience, 2 * self._silence.get(server, 0.0)
+        rule, survived_seconds = self._patience, 2 * self._silence.get(server, 0.0)
         if state.pace is None:
-            return max(rule.unknown, survived)
-        wanted = rule.factor * state.pace * state.outstanding
-        return max(rule.floor, min(wanted, max(rule.ceiling, survived)))
+            return max(rule.unmeasured_seconds, survived_seconds)
+        expected_seconds = rule.factor * state.pace * state.outstanding
+        return max(rule.floor, min(expected_seconds, max(rule.ceiling, survived_seconds)))
 
     def _is_spare(self, server: int) -> bool:
         """Whether all other servers together could replace `server`.
@@ -362,26 +367,28 @@ class Replicas:
         Cached, because it is asked before every wait.
         """
         if server not in self._spare:
-            self._spare[server] = self._replaceable(server)
+            self._spare[server] = self._is_replaceable(server)
         return self._spare[server]
 
-    def _replaceable(self, server: int, without: Collection[int] = ()) -> bool:
-        """Whether every expert of `server` is on another connected server that is not in `without`."""
-        others = [other for other in self._servers if other != server and other not in without]
+    def _is_replaceable(self, server: int, excluded_servers: Collection[int] = ()) -> bool:
+        """Whether every expert of `server` is on another connected server that is not in `excluded_servers`."""
+        other_servers = [
+            other for other in self._servers if other != server and other not in excluded_servers
+        ]
         for table in self._holders.values():
-            mine = (table == server).any(axis=1)
-            if (mine & ~np.isin(table, others).any(axis=1)).any():
+            is_holder = (table == server).any(axis=1)
+            if (is_holder & ~np.isin(table, other_servers).any(axis=1)).any():
                 return False
         return True
 
-    def _count(self, **more: int) -> None:
-        now = {name: getattr(self.stats, name) + number for name, number in more.items()}
-        self.stats = ReplicaStats(**{**self.stats.__dict__, **now})
+    def _count(self, **increments: int) -> None:
+        counts = {name: getattr(self.stats, name) + number for name, number in increments.items()}
+        self.stats = ReplicaStats(**{**self.stats.__dict__, **counts})
 
 
-def _padded(rows: list[list[int]]) -> IntArray:
+def _pad_rows(rows: list[list[int]]) -> IntArray:
     """[E, most] the servers that hold each expert, padded with NOBODY."""
-    table = np.full((len(rows), max(1, max(map(len, rows)))), NOBODY, dtype=np.int64)
+    table = np.full((len(rows), max(1, max(map(len, rows)))), NO_SERVER, dtype=np.int64)
     for row, servers in zip(table, rows, strict=True):
         row[: len(servers)] = servers
     return table

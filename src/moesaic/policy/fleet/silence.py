@@ -22,17 +22,17 @@ from dataclasses import dataclass
 
 
 class Verdict(enum.Enum):
-    TRUSTED = "trusted"
-    SUSPECTED = "suspected"
-    GONE = "gone"
+    HEALTHY = "trusted"
+    SUSPECT = "suspected"
+    DEAD = "gone"
 
 
 @dataclass(frozen=True)
 class SilenceRule:
     """Seconds without a sign of life from a process of another host, and what they mean."""
 
-    suspected: float = 1.0
-    gone: float = 2.0
+    suspect_seconds: float = 1.0
+    dead_seconds: float = 2.0
     gone_while_starting: float = 30.0
     """As `gone`, for a process that does not serve yet."""
     lost_supervisor: float = 3.0
@@ -45,9 +45,9 @@ class SilenceRule:
         >>> SilenceRule().judge(1.4, in_service=True)
         <Verdict.SUSPECTED: 'suspected'>
         """
-        if silence >= (self.gone if in_service else self.gone_while_starting):
-            return Verdict.GONE
-        return Verdict.SUSPECTED if in_service and silence >= self.suspected else Verdict.TRUSTED
+        if silence >= (self.dead_seconds if in_service else self.gone_while_starting):
+            return Verdict.DEAD
+        return Verdict.SUSPECT if in_service and silence >= self.suspect_seconds else Verdict.HEALTHY
 
 
 RULE = SilenceRule()

@@ -36,11 +36,13 @@ def helps(model: ModelSizes, hardware: Hardware, workload: Workload, now: Price)
     bare, base = _by_roofline(hardware), now.throughput
     if bare != hardware:
         base = search(model, bare, workload).throughput
-    found = [Help(name, search(model, better, workload).throughput / base) for name, better in _doubled(bare)]
-    return sorted(found, key=lambda one: -one.gain)
+    effects = [
+        Help(name, search(model, better, workload).throughput / base) for name, better in _double_parts(bare)
+    ]
+    return sorted(effects, key=lambda one: -one.gain)
 
 
-def _doubled(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
+def _double_parts(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
     fast, slow, link = hardware.fast, hardware.slow, hardware.link
     yield f"more {fast.name}", replace(hardware, fast=replace(fast, memory=2 * fast.memory))
     yield f"faster {fast.name}", replace(hardware, fast=replace(fast, bandwidth=2 * fast.bandwidth))
@@ -53,7 +55,9 @@ def _doubled(hardware: Hardware) -> Iterator[tuple[str, Hardware]]:
         quick = replace(slow, processor=_faster(slow.processor))
         yield f"a faster processor for {slow.name}", replace(hardware, slow=quick)
     staging = None if link.staging is None else 2 * link.staging
-    wider = replace(link, down=2 * link.down, up=2 * link.up, staging=staging)
+    wider = replace(
+        link, down_bandwidth=2 * link.down_bandwidth, up_bandwidth=2 * link.up_bandwidth, staging=staging
+    )
     yield "a faster link", replace(hardware, link=wider)
 
 
@@ -81,24 +85,24 @@ class Batch:
     both."""
 
 
-def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, most: int) -> list[Batch]:
-    """Compare both ways for batches of 1, 2, 4, ... up to `most` requests."""
+def by_batch(model: ModelSizes, hardware: Hardware, workload: Workload, max_batch: int) -> list[Batch]:
+    """Compare both ways for batches of 1, 2, 4, ... up to `max_batch` requests."""
     pricing = Pricing(model, hardware, workload)
-    streamed = PolicySearch(pricing, SearchLimits(("cgopipe",), most))
-    left = PolicySearch(pricing, SearchLimits(STAYING, most))
+    streaming = PolicySearch(pricing, SearchLimits(("cgopipe",), max_batch))
+    staying = PolicySearch(pricing, SearchLimits(STAYING, max_batch))
 
-    def rate(found: PolicySearch, requests: int) -> float | None:
-        best = found.best(requests)
+    def rate(policy_search: PolicySearch, requests: int) -> float | None:
+        best = policy_search.best(requests)
         return None if best is None else best.throughput
 
     return [
-        Batch(requests, rate(streamed, requests), rate(left, requests))
+        Batch(requests, rate(streaming, requests), rate(staying, requests))
         for requests in BATCHES
-        if requests <= max(most, 1)
+        if requests <= max(max_batch, 1)
     ]
 
 
-def pays_from(batches: list[Batch]) -> int | None:
+def find_worthwhile_batch(batches: list[Batch]) -> int | None:
     """The batch from which on streaming layers is always faster than leaving weights in place, or None.
 
     Example: at 1, 2, 4 requests, streaming gives 1, 4, 9 tokens/s and leaving gives 3, 3, 3. The answer is

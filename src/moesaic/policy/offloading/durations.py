@@ -40,55 +40,65 @@ class Durations:
         dense: the layer has no routed experts, and all its weights are on the fast level.
         """
         model, rows = self._model, policy.micro_batch
-        wide = model.attention
+        attention_sizes = model.attention
         context = self._workload.prompt + self._workload.generate / 2
-        attended = ops.attention(model, rows, context, self._workload.cache_number)
-        projected = ops.output_projection(model, rows)
+        attention_work = ops.attention(model, rows, context, self._workload.cache_number)
+        projection_work = ops.output_projection(model, rows)
         fast, slow = self._hardware.fast, self._hardware.slow
-        rest = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
-        everything = NOTHING if dense else ops.routed(model, rows)
-        away = self._share_there(policy)
-        here = ops.routed(model, rows, 1 - away if policy.computes_there else 1.0)
+        other_work = (
+            ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared_experts(model, rows)
+        )
+        expert_work = NOTHING if dense else ops.routed_experts(model, rows)
+        slow_share = self._share_there(policy)
+        fast_expert_work = ops.routed_experts(model, rows, 1 - slow_share if policy.computes_there else 1.0)
         # One row for each pair: the sum then has the same bits wherever an expert is computed.
-        answers = rows * model.top_k * away
+        answers = rows * model.top_k * slow_share
         table = {
-            (Kind.PRE, Lane.FAST): self._computed(fast, ops.query_key_value(model, rows)),
-            (Kind.ATTENTION, Lane.FAST): _launched(attention_seconds(attended, fast), fast),
-            (Kind.POST_WITH_EXPERTS, Lane.FAST): self._computed(fast, projected + rest, everything, rows),
-            (Kind.POST_WITHOUT_EXPERTS, Lane.FAST): self._computed(fast, projected + rest),
-            (Kind.EXPERTS, Lane.FAST): self._computed(fast, NOTHING, here, rows),
+            (Kind.PRE, Lane.FAST): self._compute_seconds(fast, ops.query_key_value(model, rows)),
+            (Kind.ATTENTION, Lane.FAST): _add_launch(attention_seconds(attention_work, fast), fast),
+            (Kind.POST_WITH_EXPERTS, Lane.FAST): self._compute_seconds(
+                fast, projection_work + other_work, expert_work, rows
+            ),
+            (Kind.POST_WITHOUT_EXPERTS, Lane.FAST): self._compute_seconds(fast, projection_work + other_work),
+            (Kind.EXPERTS, Lane.FAST): self._compute_seconds(fast, NOTHING, fast_expert_work, rows),
             **_fast(Kind.HEAD, ops.head(model, rows), fast),
             (Kind.SYNC, Lane.FAST): 0.0,
             (Kind.SPLIT, Lane.FAST): 0.0,
-            **self._move(Kind.SAVE_QKV, rows * (wide.query + wide.cached) * model.row_number),
-            **self._move(Kind.LOAD_ROWS, rows * wide.output * model.row_number),
+            **self._move(
+                Kind.SAVE_QKV, rows * (attention_sizes.query + attention_sizes.cache_width) * model.row_number
+            ),
+            **self._move(Kind.LOAD_ROWS, rows * attention_sizes.output * model.row_number),
             **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
             **self._move(Kind.LOAD_ANSWERS, answers * model.hidden * model.row_number),
-            **self._gathered(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
+            **self._gather_seconds(Kind.LOAD_CACHE, rows * context * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
-            **self._load(Kind.LOAD_CHOSEN, self._loaded(policy)),
+            **self._load(Kind.LOAD_CHOSEN, self._num_loaded_experts(policy)),
             **self._load(Kind.LOAD_LIKELY, policy.likely_experts),
             **self._pages(policy, policy.pages),
         }
         if slow.processor is not None:
-            table[Kind.ATTENTION, Lane.SLOW] = _launched(attention_seconds(attended, slow), slow)
-            there = ops.routed(model, rows, away)
-            table[Kind.EXPERTS, Lane.SLOW] = self._computed(slow, NOTHING, there, rows)
+            table[Kind.ATTENTION, Lane.SLOW] = _add_launch(attention_seconds(attention_work, slow), slow)
+            slow_expert_work = ops.routed_experts(model, rows, slow_share)
+            table[Kind.EXPERTS, Lane.SLOW] = self._compute_seconds(slow, NOTHING, slow_expert_work, rows)
         return table
 
     def prefill(self, policy: Policy, requests: float, pages: int, dense: bool = False) -> Table:
         """Durations of one layer's tasks in prefill, for a micro-batch of `requests` prompts."""
         model, prompt, fast = self._model, self._workload.prompt, self._hardware.fast
         rows = requests * prompt
-        attended = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
-        rest = ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared(model, rows)
-        rest += ops.query_key_value(model, rows) + attended + ops.output_projection(model, rows)
-        routed = NOTHING if dense else ops.routed(model, rows)
+        attention_work = ops.causal_attention(model, requests, prompt, self._workload.cache_number)
+        other_work = (
+            ops.dense(model, rows) if dense else ops.gate(model, rows) + ops.shared_experts(model, rows)
+        )
+        other_work += ops.query_key_value(model, rows) + attention_work + ops.output_projection(model, rows)
+        expert_work = NOTHING if dense else ops.routed_experts(model, rows)
         efficiency = fast.processor.prefill if fast.processor else 1.0
-        between = ops.between(model, rows, 0 if dense else model.top_k)
-        computed = self._computed(fast, rest, routed, rows, efficiency) + seconds(between, fast)
+        between_work = ops.between_products(model, rows, 0 if dense else model.top_k)
+        prompt_seconds = self._compute_seconds(fast, other_work, expert_work, rows, efficiency) + seconds(
+            between_work, fast
+        )
         return {
-            (Kind.PROMPT, Lane.FAST): computed,
+            (Kind.PROMPT, Lane.FAST): prompt_seconds,
             **_fast(Kind.HEAD, ops.head(model, requests), fast),
             **self._move(Kind.SAVE_CACHE, rows * self._token * policy.slow_cache),
             **self._move(Kind.SAVE_ROWS, rows * model.hidden * model.row_number),
@@ -99,23 +109,28 @@ class Durations:
     def first_layer(self, policy: Policy) -> float:
         """Seconds to load the streamed experts of one layer while nothing else runs."""
         pages = self._pages(policy, 1)
-        staged = pages[Kind.STAGE_PAGE, Lane.STAGING] if self._hardware.link.staging is not None else 0.0
-        return staged + pages[Kind.LOAD_PAGE, Lane.DOWN]
+        staging_seconds = (
+            pages[Kind.STAGE_PAGE, Lane.STAGING] if self._hardware.link.staging is not None else 0.0
+        )
+        return staging_seconds + pages[Kind.LOAD_PAGE, Lane.LINK_DOWN]
 
-    def slow_memory(self, policy: Policy, moved: dict[Lane, float]) -> float:
+    def slow_memory(self, policy: Policy, lane_seconds: dict[Lane, float]) -> float:
         """Seconds that the slow level's memory is busy in a layer: with its processor's reads and all
         copies.
 
-        moved: busy seconds of each lane in that layer. A copy into pinned memory both reads and writes.
+        lane_seconds: busy seconds of each lane in that layer. A copy into pinned memory both reads and writes.
         """
         link, level = self._hardware.link, self._hardware.slow
-        copied = moved[Lane.DOWN] * link.down * self._reading + moved[Lane.UP] * link.up
-        copied += 2 * moved[Lane.STAGING] * (link.staging or 0.0)
-        return copied / level.bandwidth + self._read_there(policy, moved)
+        copied_bytes = (
+            lane_seconds[Lane.LINK_DOWN] * link.down_bandwidth * self._reading
+            + lane_seconds[Lane.LINK_UP] * link.up_bandwidth
+        )
+        copied_bytes += 2 * lane_seconds[Lane.STAGING] * (link.staging or 0.0)
+        return copied_bytes / level.bandwidth + self._slow_read_seconds(policy, lane_seconds)
 
-    def _read_there(self, policy: Policy, moved: dict[Lane, float]) -> float:
+    def _slow_read_seconds(self, policy: Policy, lane_seconds: dict[Lane, float]) -> float:
         """Seconds in which the slow level's processor reads memory in a layer."""
-        if not moved[Lane.SLOW]:
+        if not lane_seconds[Lane.SLOW]:
             return 0.0
         model, rows, level = self._model, policy.micro_batch, self._hardware.slow
         context = self._workload.prompt + self._workload.generate / 2
@@ -123,7 +138,7 @@ class Durations:
         if policy.slow_attention:
             read += ops.attention(model, rows, context, self._workload.cache_number).bytes
         if policy.computes_there:
-            read += ops.routed(model, rows, self._share_there(policy)).bytes
+            read += ops.routed_experts(model, rows, self._share_there(policy)).bytes
         return policy.micro_batches * read / level.bandwidth
 
     def likely_experts(self, policy: Policy) -> int:
@@ -138,18 +153,18 @@ class Durations:
         model, table = self._model, self.decode(policy)
         kinds = (Kind.EXPERTS, Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS)
         idle = policy.micro_batches * sum(table[kind, Lane.FAST] for kind in kinds)
-        wanted = idle * (1 + ops.distinct(model, policy.batch) / model.experts)
-        away = model.experts - policy.static_experts
-        return int(min(away, wanted / self._expert_seconds))
+        num_loadable = idle * (1 + ops.distinct(model, policy.batch) / model.experts)
+        num_streamed = model.experts - policy.static_experts
+        return int(min(num_streamed, num_loadable / self._expert_seconds))
 
-    def _chosen(self, policy: Policy) -> float:
+    def _num_chosen_experts(self, policy: Policy) -> float:
         """Expected number of the streamed experts that a whole batch chooses in one layer.
 
         Experts that were loaded before are left out. They are assumed to be chosen as often as any others.
         """
         model = self._model
-        away = 1 - (policy.static_experts + policy.likely_experts) / model.experts
-        return ops.distinct(model, policy.batch) * away
+        streamed_share = 1 - (policy.static_experts + policy.likely_experts) / model.experts
+        return ops.distinct(model, policy.batch) * streamed_share
 
     def split_prices(self) -> SplitPrices:
         """What an expert costs on either level, for the schedule that splits by it. Both must compute."""
@@ -161,34 +176,34 @@ class Durations:
 
     def _curve(self, level: Level) -> Curve:
         """Seconds of one expert by its rows, without a launch, which all experts of a task share."""
-        stored = self._model.quantized
+        dtype = self._model.quantized_dtype
         works = [(rows, ops.one_expert(self._model, rows)) for rows in PRICED_ROWS]
         return Curve(
             tuple(
-                (rows, seconds_with_experts(NOTHING, work, rows, level, 1.0, stored)) for rows, work in works
+                (rows, seconds_with_experts(NOTHING, work, rows, level, 1.0, dtype)) for rows, work in works
             )
         )
 
-    def _loaded(self, policy: Policy) -> float:
+    def _num_loaded_experts(self, policy: Policy) -> float:
         """Expected number of experts that a layer of a decode step loads, once its gates have chosen."""
-        chosen = self._chosen(policy)
-        return chosen * self._split(policy) if policy.schedule == "split" else chosen
+        num_chosen = self._num_chosen_experts(policy)
+        return num_chosen * self._split(policy) if policy.schedule == "split" else num_chosen
 
     def _share_there(self, policy: Policy) -> float:
         """Share of the choices of a decode step that the slow processor computes if it computes any."""
-        away = 1 - policy.static_experts / self._model.experts
-        return away * (1 - self._split(policy)) if policy.schedule == "split" else away
+        streamed_share = 1 - policy.static_experts / self._model.experts
+        return streamed_share * (1 - self._split(policy)) if policy.schedule == "split" else streamed_share
 
     def _split(self, policy: Policy) -> float:
         """Share of the chosen experts that are not on the fast level that `split` loads."""
         key = policy.batch, policy.static_experts
         if key not in self._splits:
-            missing = round(self._chosen(policy))
+            missing = round(self._num_chosen_experts(policy))
             rows = round(ops.rows_each(self._model, policy.batch))
-            held = round(ops.distinct(self._model, policy.batch)) - missing
-            each = dict.fromkeys(range(missing), rows)
-            loaded = len(experts_to_load(self.split_prices(), each, [rows] * held))
-            self._splits[key] = loaded / max(missing, 1)
+            num_resident = round(ops.distinct(self._model, policy.batch)) - missing
+            rows_of_missing = dict.fromkeys(range(missing), rows)
+            num_loaded = len(experts_to_load(self.split_prices(), rows_of_missing, [rows] * num_resident))
+            self._splits[key] = num_loaded / max(missing, 1)
         return self._splits[key]
 
     @property
@@ -196,32 +211,35 @@ class Durations:
         """Seconds to read one expert and to convert it, without the latency of a transfer."""
         link, size = self._hardware.link, self._model.read_bytes
         rate = dict(link.conversions).get(self._model.conversion or "", math.inf)
-        return size / link.down + size / rate
+        return size / link.down_bandwidth + size / rate
 
     @property
     def _reading(self) -> float:
         """The share of the link's time that is no conversion. Where experts are converted, only they move."""
-        return self._model.read_bytes / self._hardware.link.down / self._expert_seconds
+        return self._model.read_bytes / self._hardware.link.down_bandwidth / self._expert_seconds
 
     def _load(self, kind: Kind, experts: float) -> Table:
         """Durations of loading a number of experts, which need not be whole."""
         return {(kind, LANES[kind]): experts * self._expert_seconds + self._hardware.link.latency}
 
-    def _computed(
+    def _compute_seconds(
         self,
         level: Level,
-        rest: Work,
-        routed: Work = NOTHING,
+        other_work: Work,
+        expert_work: Work = NOTHING,
         rows: float = 0.0,
         efficiency: float = 1.0,
     ) -> float:
         """Seconds of a task on a level.
 
-        routed: work of experts that get `rows` rows in all. rest: all other work of the task.
+        expert_work: work of experts that get `rows` rows in all. other_work: all other work of the task.
         """
-        each = ops.rows_each(self._model, rows)
-        return _launched(
-            seconds_with_experts(rest, routed, each, level, efficiency, self._model.quantized), level
+        rows_per_expert = ops.rows_each(self._model, rows)
+        return _add_launch(
+            seconds_with_experts(
+                other_work, expert_work, rows_per_expert, level, efficiency, self._model.quantized_dtype
+            ),
+            level,
         )
 
     def _pages(self, policy: Policy, pages: int) -> Table:
@@ -234,7 +252,7 @@ class Durations:
         page = math.ceil(rows / max(pages, 1)) / (3 * model.expert_width)
         return {**self._load(Kind.LOAD_PAGE, page), **self._move(Kind.STAGE_PAGE, page * model.read_bytes)}
 
-    def _gathered(self, kind: Kind, size: float) -> Table:
+    def _gather_seconds(self, kind: Kind, size: float) -> Table:
         """Durations of moving cache blocks.
 
         They are first gathered in pinned memory, if there is any, then copied.
@@ -244,7 +262,11 @@ class Durations:
 
     def _move(self, kind: Kind, size: float) -> Table:
         link, lane = self._hardware.link, LANES[kind]
-        speed = {Lane.DOWN: link.down, Lane.UP: link.up, Lane.STAGING: link.staging or math.inf}[lane]
+        speed = {
+            Lane.LINK_DOWN: link.down_bandwidth,
+            Lane.LINK_UP: link.up_bandwidth,
+            Lane.STAGING: link.staging or math.inf,
+        }[lane]
         return {(kind, lane): size / speed + TENSORS.get(kind, 1) * link.latency}
 
 
@@ -252,6 +274,6 @@ def _fast(kind: Kind, work: Work, level: Level) -> Table:
     return {(kind, Lane.FAST): seconds(work, level)}
 
 
-def _launched(took: float, level: Level) -> float:
+def _add_launch(took: float, level: Level) -> float:
     """Seconds of a task including the launch time of its level."""
     return took + (level.processor.launch if level.processor else 0.0)

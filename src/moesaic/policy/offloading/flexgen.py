@@ -48,7 +48,7 @@ class Constants:
     cpu_attention: float
 
     @classmethod
-    def of(cls, hardware: Hardware, flops_per_byte: float) -> Constants:
+    def from_hardware(cls, hardware: Hardware, flops_per_byte: float) -> Constants:
         """The constants from a machine's peaks.
 
         flops_per_byte: flops of attention for each byte of cache that it reads. Raises ConfigError if no
@@ -62,8 +62,8 @@ class Constants:
         return cls(
             gpu_memory=fast.memory,
             cpu_memory=slow.memory,
-            load=hardware.link.down,
-            store=hardware.link.up,
+            load=hardware.link.down_bandwidth,
+            store=hardware.link.up_bandwidth,
             prefill=fast.processor.flops * fast.processor.prefill,
             decode=fast.processor.flops,
             prefill_attention=fast.processor.flops * fast.processor.prefill,
@@ -72,13 +72,13 @@ class Constants:
         )
 
 
-def _fitted(gpu: float, load: float, *rates: float) -> Constants:
+def _make_constants(gpu: float, load: float, *rates: float) -> Constants:
     return Constants(gpu * GIB, 192 * GIB, load * GIB, 2.015 * GIB, *(rate * 1e12 for rate in rates))
 
 
-FITTED = {
-    "t4": _fitted(16, 5.43, 3.51, 1.48, 1.34, 0.93, 4.50),
-    "l4": _fitted(24, 5.44, 0.651, 0.603, 0.633, 0.563, 3.79),
+FITTED_CONSTANTS = {
+    "t4": _make_constants(16, 5.43, 3.51, 1.48, 1.34, 0.93, 4.50),
+    "l4": _make_constants(24, 5.44, 0.651, 0.603, 0.633, 0.563, 3.79),
 }
 """The constants that MoE-Lightning's authors fitted.
 
@@ -87,7 +87,7 @@ FlexGen's measured throughput was 1 to 10 times off these predictions.
 
 
 @dataclass(frozen=True)
-class Found:
+class FlexGenPolicy:
     """FlexGen's policy. `weights`, `cache` and `hidden` are shares on the GPU; the rest is in RAM.
 
     Seconds are those of one layer.
@@ -108,7 +108,9 @@ class Found:
         return self.micro_batch * self.micro_batches
 
 
-def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, count: int) -> Found | None:
+def price(
+    model: ModelSizes, machine: Constants, workload: Workload, mu: int, count: int
+) -> FlexGenPolicy | None:
     """The policy with the best shares for `count` micro-batches of `mu` requests, or None if nothing fits.
 
     Example: Mixtral 8x7B on the T4 as fitted, with 418 prompt and 32 generated tokens. 40 micro-batches of
@@ -126,27 +128,27 @@ def price(model: ModelSizes, machine: Constants, workload: Workload, mu: int, co
         return None
     weights, cache, hidden, before, step = (float(value) for value in solved.x)
     throughput = mu * count * generate / float(solved.fun)
-    return Found(mu, count, weights, cache, hidden, before, step, throughput)
+    return FlexGenPolicy(mu, count, weights, cache, hidden, before, step, throughput)
 
 
-def search(model: ModelSizes, machine: Constants, workload: Workload, walk: bool = False) -> Found:
+def search(model: ModelSizes, machine: Constants, workload: Workload, walk: bool = False) -> FlexGenPolicy:
     """The best policy with micro-batches of 1, 2, 3, 4, 8, 16, ... requests.
 
     Of equal policies the first wins. Each size has its best number of micro-batches. walk: increase that
     number one by one until the throughput falls, as FlexGen does. Otherwise bisection finds that point,
     since the throughput rises up to it. Raises ConfigError if nothing fits.
     """
-    best: Found | None = None
+    best: FlexGenPolicy | None = None
     for mu in _grid():
 
-        def priced(count: int, mu: int = mu) -> Found | None:
+        def price_count(count: int, mu: int = mu) -> FlexGenPolicy | None:
             return price(model, machine, workload, mu, count)
 
-        found = _walk(priced) if walk else _climb(priced)
-        if found is None:
+        policy = _walk(price_count) if walk else _climb(price_count)
+        if policy is None:
             break
-        if best is None or found.throughput > best.throughput:
-            best = found
+        if best is None or policy.throughput > best.throughput:
+            best = policy
     if best is None:
         raise ConfigError(f"{model.name} does not fit on this machine by FlexGen's model")
     return best
@@ -157,39 +159,41 @@ def _grid() -> Iterator[int]:
     yield from (4 << power for power in itertools.count())
 
 
-def _walk(priced: Callable[[int], Found | None]) -> Found | None:
+def _walk(price_count: Callable[[int], FlexGenPolicy | None]) -> FlexGenPolicy | None:
     best = None
     for count in itertools.count(1):
-        found = priced(count)
-        if found is None or (best is not None and found.throughput < best.throughput):
+        policy = price_count(count)
+        if policy is None or (best is not None and policy.throughput < best.throughput):
             return best
-        best = found
+        best = policy
     raise AssertionError
 
 
-def _climb(priced: Callable[[int], Found | None]) -> Found | None:
+def _climb(price_count: Callable[[int], FlexGenPolicy | None]) -> FlexGenPolicy | None:
     """The price of the last count that is no worse than the count before it, found by bisection."""
-    best = priced(1)
+    best = price_count(1)
     if best is None:
         return None
     low, high = 1, 2
-    while (found := _better(priced, high)) is not None:
-        low, high, best = high, 2 * high, found
+    while (policy := _better(price_count, high)) is not None:
+        low, high, best = high, 2 * high, policy
     while high - low > 1:
         middle = (low + high) // 2
-        found = _better(priced, middle)
-        if found is None:
+        policy = _better(price_count, middle)
+        if policy is None:
             high = middle
         else:
-            low, best = middle, found
+            low, best = middle, policy
     return best
 
 
-def _better(priced: Callable[[int], Found | None], count: int) -> Found | None:
+def _better(price_count: Callable[[int], FlexGenPolicy | None], count: int) -> FlexGenPolicy | None:
     """The price of `count`, or None if it does not fit or is worse than that of one less."""
-    found, before = priced(count), priced(count - 1)
-    good = found is not None and before is not None and found.throughput >= before.throughput
-    return found if good else None
+    policy, previous_policy = price_count(count), price_count(count - 1)
+    is_better = (
+        policy is not None and previous_policy is not None and policy.throughput >= previous_policy.throughput
+    )
+    return policy if is_better else None
 
 
 # ---- the linear program: rows of factors of (weights, cache, hidden, Tpre, Tgen) and a constant, sum <= 0
@@ -204,14 +208,14 @@ class _Job:
         attention, s, n = model.attention, workload.prompt, workload.generate
         self.model, self.heads, self.prompt, self.generate = model, attention.heads, s, n
         self.mu, self.batch = mu, batch
-        projections = sum(attention.projected(model.hidden))
+        projections = sum(attention.projection_sizes(model.hidden))
         self.weights = model.number * projections + model.experts * model.expert_bytes
         self.token_flops = 2.0 * (projections + model.expert)
         self.number = model.row_number
         """Bytes of one number of a row."""
         self.row = self.number * model.hidden
         """Bytes of one token's hidden state."""
-        self.cached = model.cache(1, workload.cache_number)
+        self.cache_bytes = model.cache(1, workload.cache_number)
         """Bytes of one token's keys and values."""
         self.prefill_attention = 4.0 * batch * s * s * model.hidden
         self.decode_attention = 4.0 * batch * (s + n / 2) * model.hidden
@@ -224,7 +228,7 @@ Row = tuple[float, float, float, float, float, float]
 def _times(job: _Job, machine: Constants) -> Iterator[Row]:
     """Constraints on time: Tpre >= load, store and compute; Tgen >= load + store and load + compute."""
     weights, prompts = job.weights, job.row * job.prompt * job.batch
-    cache, rows = job.cached * (job.prompt + 1) * job.batch, job.row * job.batch
+    cache, rows = job.cache_bytes * (job.prompt + 1) * job.batch, job.row * job.batch
     load, store = machine.load, machine.store
     compute = job.batch * job.prompt * job.token_flops / machine.prefill
     compute += job.prefill_attention / machine.prefill_attention
@@ -234,22 +238,29 @@ def _times(job: _Job, machine: Constants) -> Iterator[Row]:
     step = job.batch * job.token_flops / machine.decode / job.speed
     gpu = job.decode_attention / machine.decode_attention / job.speed
     cpu = job.decode_attention / machine.cpu_attention / job.speed
-    loaded, back = (weights + rows) / load, rows / store
-    yield -weights / load, 0, -rows / load - back, 0, -1, loaded + back
-    yield -weights / load, gpu - cpu, -rows / load, 0, -1, loaded + step + cpu
+    load_seconds, store_seconds = (weights + rows) / load, rows / store
+    yield -weights / load, 0, -rows / load - store_seconds, 0, -1, load_seconds + store_seconds
+    yield -weights / load, gpu - cpu, -rows / load, 0, -1, load_seconds + step + cpu
 
 
 def _memory(job: _Job, machine: Constants) -> Iterator[Row]:
     """Constraints on memory: the peak of both memories in prefill, and of RAM in decode."""
     model, mu, s, n, layers = job.model, job.mu, job.prompt, job.generate, job.model.layers
-    weights, one = job.weights, job.row * s * mu
+    weights, batch_rows = job.weights, job.row * s * mu
     prompts, rows = job.row * s * job.batch, job.row * job.batch
-    cache, prompt_cache = (job.cached * tokens * job.batch * layers for tokens in (s + n, s))
+    cache, prompt_cache = (job.cache_bytes * tokens * job.batch * layers for tokens in (s + n, s))
     scores = job.number * job.heads * mu
-    workspace = 9 * one + scores * s * s + job.number * mu * s * model.expert_width
+    workspace = 9 * batch_rows + scores * s * s + job.number * mu * s * model.expert_width
     gpu, cpu = machine.gpu_memory * SHARE, machine.cpu_memory * SHARE
-    yield weights * (layers - 2), cache, prompts - one, 0, 0, 2 * weights + one + workspace - gpu
-    held = weights * (layers + 1) + prompts + one
-    yield -weights * (layers + 1), -prompt_cache, -prompts - one, 0, 0, held + prompt_cache - cpu
-    held = weights * layers + rows + cache + scores * (s + n) + job.row * mu
-    yield -weights * layers, -cache, -rows, 0, 0, held - cpu
+    yield (
+        weights * (layers - 2),
+        cache,
+        prompts - batch_rows,
+        0,
+        0,
+        2 * weights + batch_rows + workspace - gpu,
+    )
+    cpu_bytes = weights * (layers + 1) + prompts + batch_rows
+    yield -weights * (layers + 1), -prompt_cache, -prompts - batch_rows, 0, 0, cpu_bytes + prompt_cache - cpu
+    cpu_bytes = weights * layers + rows + cache + scores * (s + n) + job.row * mu
+    yield -weights * layers, -cache, -rows, 0, 0, cpu_bytes - cpu

@@ -20,10 +20,10 @@ class Footprint:
         self.model, self.hardware, self.workload = model, hardware, workload
         self._token = model.cache(1, workload.cache_number)
         self._expert = model.expert_bytes
-        attention = model.attention.query + model.attention.cached + model.attention.output
-        routed, kept = _routed(model)
-        after = max(routed, 2 * model.shared_width, 2 * model.dense_width)
-        self._row = (attention + after + kept) * model.row_number
+        attention = model.attention.query + model.attention.cache_width + model.attention.output
+        expert_numbers, kept_numbers = _count_row_numbers(model)
+        feed_forward_numbers = max(expert_numbers, 2 * model.shared_width, 2 * model.dense_width)
+        self._row = (attention + feed_forward_numbers + kept_numbers) * model.row_number
         """Maximum bytes of one row between the operations of a layer.
 
         The memory that attention used is kept for the next layer.
@@ -31,19 +31,19 @@ class Footprint:
 
     def fast(self, policy: Policy) -> dict[str, float]:
         """Maximum bytes on the fast level in prefill or decode, by content."""
-        model, away = self.model, self.model.experts - policy.static_experts
+        model, num_streamed = self.model, self.model.experts - policy.static_experts
         requests = self.prefill_requests(policy)
-        cache = self.workload.held * self._token * (1 - policy.slow_cache)
+        cache = self.workload.cache_tokens * self._token * (1 - policy.slow_cache)
         moving = 2 * max(requests, 0 if policy.slow_attention else policy.micro_batch)
-        kept = policy.batch if policy.fast_residual else 2 * requests
-        prompts = kept * self.workload.prompt * model.hidden * model.row_number
+        kept_requests = policy.batch if policy.fast_residual else 2 * requests
+        prompts = kept_requests * self.workload.prompt * model.hidden * model.row_number
         return {
-            "all but routed experts": model.other,
+            "all but routed experts": model.other_bytes,
             "static experts": policy.static_experts * self._expert * model.moe_layers,
-            "two layers of streamed experts": 2 * away * self._expert,
+            "two layers of streamed experts": 2 * num_streamed * self._expert,
             **({"an expert as it is read": model.staging} if model.staging else {}),
             "cache": cache * policy.batch * model.layers
-            + moving * self.workload.held * self._token * policy.slow_cache,
+            + moving * self.workload.cache_tokens * self._token * policy.slow_cache,
             **({"states": policy.batch * (model.page + model.seat)} if model.page else {}),
             "rows": max(prompts, 2 * policy.batch * model.hidden * model.row_number),
             "workspace": self._workspace(policy),
@@ -52,12 +52,12 @@ class Footprint:
     def slow(self, policy: Policy) -> dict[str, float]:
         """Maximum bytes on the slow level, by content."""
         model, expert = self.model, self._expert if policy.computes_there else self.model.read_bytes
-        away = (model.experts - policy.static_experts) * expert
-        cache = self.workload.held * self._token * policy.slow_cache
+        streamed_bytes = (model.experts - policy.static_experts) * expert
+        cache = self.workload.cache_tokens * self._token * policy.slow_cache
         rows = 0 if policy.fast_residual else policy.batch * self.workload.prompt
         return {
-            "experts": away * model.moe_layers,
-            "pinned pages": pinned(away) if self.hardware.link.staging is not None else 0.0,
+            "experts": streamed_bytes * model.moe_layers,
+            "pinned pages": round_pinned(streamed_bytes) if self.hardware.link.staging is not None else 0.0,
             "cache": cache * policy.batch * model.layers,
             "rows": rows * model.hidden * model.row_number,
         }
@@ -100,7 +100,7 @@ class Footprint:
         return rows * self._row + max(requests, policy.micro_batch) * self.model.vocab * 4
 
 
-def _routed(model: ModelSizes) -> tuple[float, float]:
+def _count_row_numbers(model: ModelSizes) -> tuple[float, float]:
     """How many numbers one row has at most inside its experts, and how many outside them.
 
     A rank of a group may compute the experts of all pairs, with the input and the answer of each. It also
@@ -112,30 +112,30 @@ def _routed(model: ModelSizes) -> tuple[float, float]:
     return pairs * 2 * (model.hidden + model.expert_width), (6 + pairs) * model.hidden
 
 
-def pinned(size: float) -> float:
+def round_pinned(size: float) -> float:
     """Bytes that pinned memory of this size really takes: torch rounds up to a power of two."""
     return 2.0 ** math.ceil(math.log2(size)) if size > 0 else 0.0
 
 
-def why_not(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
+def explain_misfit(model: ModelSizes, hardware: Hardware, workload: Workload) -> str:
     """A message that names the smallest policy's needs and the level where it does not fit."""
     slow = hardware.slow.processor is not None
     policy = Policy("cgopipe", 1, 1, slow, slow_cache=float(slow), fast_residual=not slow)
     footprint = Footprint(model, hardware, workload)
     problems = []
-    for level, held in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
-        need = sum(held.values())
+    for level, contents in ((hardware.fast, footprint.fast(policy)), (hardware.slow, footprint.slow(policy))):
+        need = sum(contents.values())
         if need > level.room:
-            problems.append(_too_much(level, need, held))
+            problems.append(_describe_shortage(level, need, contents))
     return f"{model.name} does not fit on {hardware.name}: " + (
         "; ".join(problems) or "no policy that was searched does"
     )
 
 
-def _too_much(level: Level, need: float, held: dict[str, float]) -> str:
-    most = max(held, key=lambda name: held[name])
+def _describe_shortage(level: Level, need: float, contents: dict[str, float]) -> str:
+    largest = max(contents, key=lambda name: contents[name])
     return (
-        f"one request needs {_size(need)} of {level.name} ({most}: {_size(held[most])}), "
+        f"one request needs {_size(need)} of {level.name} ({largest}: {_size(contents[largest])}), "
         f"and {_size(level.room)} of it is usable"
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Divided:
+class BatchDivision:
     """The division of requests. Each index is in one micro-batch or left over."""
 
     micro_batches: list[list[int]]
@@ -23,7 +23,7 @@ class Divided:
 
 def divide(
     prompts: Sequence[int], generate: Sequence[int], micro_batches: int, largest: int, cache: int
-) -> Divided:
+) -> BatchDivision:
     """Divide requests into micro-batches, the longest prompt first.
 
     Each request goes to the open micro-batch that has room for it and the fewest prompt tokens. Of equal
@@ -40,16 +40,18 @@ def divide(
     """
     room = [cache] * micro_batches
     tokens = [0] * micro_batches
-    made: list[list[int]] = [[] for _ in range(micro_batches)]
+    micro_batch_lists: list[list[int]] = [[] for _ in range(micro_batches)]
     left = []
     for index in sorted(range(len(prompts)), key=lambda index: (-prompts[index], index)):
         need = prompts[index] + generate[index]
-        open_ones = [i for i in range(micro_batches) if len(made[i]) < largest and need <= room[i]]
-        if not open_ones:
+        candidates = [
+            i for i in range(micro_batches) if len(micro_batch_lists[i]) < largest and need <= room[i]
+        ]
+        if not candidates:
             left.append(index)
             continue
-        chosen = min(open_ones, key=lambda i: (tokens[i], i))
-        made[chosen].append(index)
-        tokens[chosen] += prompts[index]
-        room[chosen] -= need
-    return Divided([one for one in made if one], sorted(left))
+        emptiest = min(candidates, key=lambda i: (tokens[i], i))
+        micro_batch_lists[emptiest].append(index)
+        tokens[emptiest] += prompts[index]
+        room[emptiest] -= need
+    return BatchDivision([one for one in micro_batch_lists if one], sorted(left))

@@ -78,9 +78,9 @@ def prefill(shape: Shape, rows_move: bool = False) -> list[Task]:
     stored.
     """
     parts = _Parts(shape)
-    for layer, part in parts.each():
+    for layer, part in parts.iterate_parts():
         parts.page_with(layer + 1, part, stage=True)
-        gone = parts.later(layer, part, -AHEAD)
+        gone = parts.shift(layer, part, -AHEAD)
         needs = [name(Kind.PROMPT, layer - 1, part), *parts.weights(layer), name(Kind.SAVE_CACHE, *gone)]
         if shape.cut:
             needs.append(name(Kind.SAVE_CACHE, layer, part - 1))
@@ -116,15 +116,15 @@ class _Parts:
         self.ahead = min(AHEAD, self.count)
         self._weights: dict[int, list[Key]] = {}
 
-    def each(self) -> Iterator[tuple[int, int]]:
+    def iterate_parts(self) -> Iterator[tuple[int, int]]:
         for layer in range(self.layers):
             for part in range(self.count):
                 yield layer, part
 
-    def later(self, layer: int, part: int, by: int) -> tuple[int, int]:
-        """The (layer, micro-batch) that comes `by` micro-batches later, possibly in the next layer."""
-        more, part = divmod(part + by, self.count)
-        return layer + more, part
+    def shift(self, layer: int, part: int, offset: int) -> tuple[int, int]:
+        """The (layer, micro-batch) that comes `offset` micro-batches later, possibly in the next layer."""
+        layers_ahead, part = divmod(part + offset, self.count)
+        return layer + layers_ahead, part
 
     # ---- weights
 
@@ -139,7 +139,7 @@ class _Parts:
         Pinned memory has room for one layer. So the page waits until the same page of the last layer is on
         the fast level.
         """
-        if self.shape.staged and layer <= self.layers and self.shape.pages_of(layer):
+        if self.shape.uses_pinned_memory and layer <= self.layers and self.shape.pages_of(layer):
             self.list.add(Kind.STAGE_PAGE, layer, page, [name(Kind.LOAD_PAGE, layer - 1, page)])
 
     def page(self, layer: int, page: int) -> None:
@@ -159,7 +159,7 @@ class _Parts:
                 self.stage(layer, page)
             self.page(layer, page)
 
-    def whole(self, layer: int) -> None:
+    def load_layer(self, layer: int) -> None:
         """Load a layer's weights as one page."""
         for page in range(self.shape.pages):
             self.stage(layer, page)
@@ -226,7 +226,7 @@ class _Parts:
 
 def _cgopipe(parts: _Parts) -> list[Task]:
     """Algorithm 1 of MoE-Lightning."""
-    first = [parts.later(0, 0, by) for by in range(parts.ahead)]
+    first = [parts.shift(0, 0, by) for by in range(parts.ahead)]
     for layer, part in first:
         parts.cache(layer, part)
     for layer, part in first:
@@ -234,13 +234,13 @@ def _cgopipe(parts: _Parts) -> list[Task]:
             parts.attend(layer, part)
         for page in parts.pages_of(part):
             parts.stage(layer + 1, page)
-    for layer, part in parts.each():
+    for layer, part in parts.iterate_parts():
         if not parts.shape.slow_attention:
             parts.attend(layer, part)
         rows = parts.rows(layer, part)
         parts.page_with(layer + 1, part, stage=False)
         parts.post(layer, part, rows)
-        later, other = parts.later(layer, part, parts.ahead)
+        later, other = parts.shift(layer, part, parts.ahead)
         parts.cache(later, other)
         if parts.shape.slow_attention:
             parts.attend(later, other)
@@ -251,19 +251,19 @@ def _cgopipe(parts: _Parts) -> list[Task]:
 
 def _s2(parts: _Parts) -> list[Task]:
     for by in range(parts.ahead):
-        parts.attend(*parts.later(0, 0, by))
-    for layer, part in parts.each():
+        parts.attend(*parts.shift(0, 0, by))
+    for layer, part in parts.iterate_parts():
         if not part:
-            parts.whole(layer + 1)
+            parts.load_layer(layer + 1)
         parts.post(layer, part, parts.rows(layer, part))
-        parts.attend(*parts.later(layer, part, parts.ahead))
+        parts.attend(*parts.shift(layer, part, parts.ahead))
     return parts.list.tasks
 
 
 def _s3(parts: _Parts) -> list[Task]:
-    for layer, part in parts.each():
+    for layer, part in parts.iterate_parts():
         if not part:
-            parts.whole(layer + 1)
+            parts.load_layer(layer + 1)
         parts.attend(layer, part)
         parts.post(layer, part, parts.rows(layer, part))
         parts.list.sync(layer, part)
@@ -272,10 +272,10 @@ def _s3(parts: _Parts) -> list[Task]:
 
 def _s4(parts: _Parts) -> list[Task]:
     parts.cache(0, 0)
-    for layer, part in parts.each():
+    for layer, part in parts.iterate_parts():
         if not part:
-            parts.whole(layer + 1)
-        parts.cache(*parts.later(layer, part, 1))
+            parts.load_layer(layer + 1)
+        parts.cache(*parts.shift(layer, part, 1))
         parts.attend(layer, part)
         parts.post(layer, part, parts.rows(layer, part))
         parts.list.sync(layer, part)
@@ -288,16 +288,16 @@ def _serial(parts: _Parts) -> list[Task]:
             parts.cache(layer, part)
             parts.attend(layer, part)
             parts.post(layer, part, parts.rows(layer, part))
-        parts.whole(layer + 1)
+        parts.load_layer(layer + 1)
     tasks = parts.list.tasks
     return [replace(task, needs=(place - 1,) if place else ()) for place, task in enumerate(tasks)]
 
 
 def _in_place(parts: _Parts) -> list[Task]:
     for by in range(parts.ahead):
-        parts.cache(*parts.later(0, 0, by))
-        parts.attend(*parts.later(0, 0, by))
-    for layer, part in parts.each():
+        parts.cache(*parts.shift(0, 0, by))
+        parts.attend(*parts.shift(0, 0, by))
+    for layer, part in parts.iterate_parts():
         gate = parts.list.add(Kind.POST_WITHOUT_EXPERTS, layer, part, parts.rows(layer, part))
         ended = []
         if parts.shape.slow_experts:
@@ -307,7 +307,7 @@ def _in_place(parts: _Parts) -> list[Task]:
         if parts.shape.fast_experts:
             ended.append(parts.list.add(Kind.EXPERTS, layer, part, [gate]))
         parts.head(layer, part, ended)
-        later = parts.later(layer, part, parts.ahead)
+        later = parts.shift(layer, part, parts.ahead)
         parts.cache(*later)
         parts.attend(*later)
     return parts.list.tasks

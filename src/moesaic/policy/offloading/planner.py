@@ -21,7 +21,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware, Link
 from moesaic.cost.sizes import ModelSizes
 from moesaic.policy.offloading import flexgen
-from moesaic.policy.offloading.footprint import Footprint, why_not
+from moesaic.policy.offloading.footprint import Footprint, explain_misfit
 from moesaic.policy.offloading.pipeline import FORCED, Schedule
 from moesaic.policy.offloading.policies import Policy, Workload, slow_share
 from moesaic.policy.offloading.pricing import Price, Pricing
@@ -50,7 +50,7 @@ class SearchLimits:
     """Number of requests of the whole job. A last batch that is not full takes as long as a full one."""
     whole_cache: bool = False
     """True: all of the cache is on one level. The executor requires this."""
-    near: float = 0.0
+    tolerance: float = 0.0
     """Among policies whose throughput is within this share of the best, the one that keeps resources least
     busy is taken."""
 
@@ -65,7 +65,7 @@ def search(
     """
     best = PolicySearch(Pricing(model, hardware, workload), limits or SearchLimits()).best()
     if best is None:
-        raise ConfigError(why_not(model, hardware, workload))
+        raise ConfigError(explain_misfit(model, hardware, workload))
     return best
 
 
@@ -75,30 +75,30 @@ class PolicySearch:
     def __init__(self, pricing: Pricing, limits: SearchLimits) -> None:
         self._pricing = pricing
         self._limits = limits
-        bounded = [(pricing.bound(one) * self._filled(one), one) for one in candidates(pricing, limits)]
-        self._bounded = sorted(bounded, key=lambda pair: -pair[0])
-        self._priced: dict[Policy, Price] = {}
+        bounds = [(pricing.bound(one) * self._fill_share(one), one) for one in candidates(pricing, limits)]
+        self._policies_by_bound = sorted(bounds, key=lambda pair: -pair[0])
+        self._prices: dict[Policy, Price] = {}
 
     def best(self, largest_batch: float = math.inf) -> Price | None:
         """The price of the best policy with at most this number of requests, or None if none fits."""
-        found: list[tuple[float, Price]] = []
-        most, near = 0.0, 1 - self._limits.near
-        for bound, policy in self._bounded:
+        candidates: list[tuple[float, Price]] = []
+        best_throughput, tolerance = 0.0, 1 - self._limits.tolerance
+        for bound, policy in self._policies_by_bound:
             if policy.batch > largest_batch:
                 continue
-            if bound <= most * near:
+            if bound <= best_throughput * tolerance:
                 break
-            if policy not in self._priced:
-                self._priced[policy] = self._pricing.price(policy)
-            price = self._priced[policy]
-            found.append((price.throughput * self._filled(policy), price))
-            most = max(most, found[-1][0])
-        good = [price for throughput, price in found if throughput >= most * near]
-        if near == 1:
-            return good[0] if good else None
-        return min(good, key=_busy, default=None)
+            if policy not in self._prices:
+                self._prices[policy] = self._pricing.price(policy)
+            price = self._prices[policy]
+            candidates.append((price.throughput * self._fill_share(policy), price))
+            best_throughput = max(best_throughput, candidates[-1][0])
+        best_prices = [price for throughput, price in candidates if throughput >= best_throughput * tolerance]
+        if tolerance == 1:
+            return best_prices[0] if best_prices else None
+        return min(best_prices, key=_busy, default=None)
 
-    def _filled(self, policy: Policy) -> float:
+    def _fill_share(self, policy: Policy) -> float:
         """Share of the slots of all batches that requests fill.
 
         Example: 64 requests, 60 at a time, fill 64 / 120.
@@ -125,7 +125,7 @@ def candidates(pricing: Pricing, limits: SearchLimits) -> Iterator[Policy]:
         for slow_attention in (one for one in slow if one is FORCED.get(schedule, one)):
             for mu in _sizes(limits):
                 policy = Policy(schedule, mu, 1, slow_attention)
-                yield from _counted(pricing, policy, limits)
+                yield from _list_counts(pricing, policy, limits)
 
 
 def _sizes(limits: SearchLimits) -> list[int]:
@@ -136,16 +136,18 @@ def _sizes(limits: SearchLimits) -> list[int]:
     return [mu for mu in powers if mu <= min(LARGEST, limits.largest_batch)]
 
 
-def _counted(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator[Policy]:
+def _list_counts(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iterator[Policy]:
     """The policies of one micro-batch size, with the counts of the grid and with the largest count that
     fits."""
     residuals = (True, False) if _stores(pricing) else (True,)
     for fast_residual, share in itertools.product(residuals, _footprint(pricing).prefill_shares):
         first = replace(policy, fast_residual=fast_residual, prefill_share=share)
-        most = min(_most(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch)
+        max_count = min(
+            _max_micro_batches(pricing, first), int(min(limits.largest_batch, 1e9)) // policy.micro_batch
+        )
         counts = COUNTS if limits.micro_batches is None else (limits.micro_batches,)
-        for count in sorted({min(count, most) for count in counts} - {0}):
-            for one in _allowed(pricing, replace(first, micro_batches=count)):
+        for count in sorted({min(count, max_count) for count in counts} - {0}):
+            for one in _list_allowed_policies(pricing, replace(first, micro_batches=count)):
                 policy = replace(one, slow_cache=math.ceil(one.slow_cache)) if limits.whole_cache else one
                 if policy != one and not _footprint(pricing).fits(policy):
                     continue
@@ -168,31 +170,31 @@ def _stores(pricing: Pricing) -> bool:
     return pricing.hardware.slow.processor is not None
 
 
-def _allowed(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
+def _list_allowed_policies(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
     """The policies of `filled` that put nothing on a level that cannot hold it."""
-    for one in filled(pricing, policy):
+    for one in fill_fast_level(pricing, policy):
         if one.slow_cache == 0 or _stores(pricing):
             yield one
 
 
-def _most(pricing: Pricing, policy: Policy) -> int:
+def _max_micro_batches(pricing: Pricing, policy: Policy) -> int:
     """The largest number of micro-batches that fits in some way, up to the last of COUNTS. 0: none fits."""
     low, high = 0, COUNTS[-1] + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if any(True for _ in _allowed(pricing, replace(policy, micro_batches=middle))):
+        if any(True for _ in _list_allowed_policies(pricing, replace(policy, micro_batches=middle))):
             low = middle
         else:
             high = middle
     return low
 
 
-def filled(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
+def fill_fast_level(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
     """The policy with the fast level filled: with experts, and with cache if attention is there.
 
     There are three variants: experts first, cache first, or half the room for each.
     """
-    for fitting in _filled(_footprint(pricing), replace(policy, schedule=SEARCHED[0])):
+    for fitting in _fill_variants(_footprint(pricing), replace(policy, schedule=SEARCHED[0])):
         one = replace(fitting, schedule=policy.schedule)
         if not (one.computes_there and one.static_experts == pricing.model.experts):
             yield one
@@ -222,14 +224,14 @@ _shared = lru_cache(maxsize=16)(Footprint)
 
 
 @lru_cache(maxsize=1 << 14)
-def _filled(footprint: Footprint, policy: Policy) -> tuple[Policy, ...]:
+def _fill_variants(footprint: Footprint, policy: Policy) -> tuple[Policy, ...]:
     """The policies that result from each way to fill the fast level, if they fit.
 
     They are the same for every schedule.
     """
     shares = (0.0,) if policy.slow_attention else (0.0, 0.5, 1.0)
-    found = dict.fromkeys(_fill(footprint, policy, share) for share in shares)
-    return tuple(one for one in found if footprint.fits(one))
+    policies = dict.fromkeys(_fill(footprint, policy, share) for share in shares)
+    return tuple(one for one in policies if footprint.fits(one))
 
 
 def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
@@ -239,9 +241,9 @@ def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
     model = footprint.model
     expert = model.expert_bytes * max(model.moe_layers - 2, 1)
     static = math.floor(_room(footprint, policy) / expert)
-    whole = replace(policy, static_experts=model.experts)
-    if _used(footprint, whole) <= footprint.hardware.fast.room:
-        policy = whole
+    all_static = replace(policy, static_experts=model.experts)
+    if _count_fast_bytes(footprint, all_static) <= footprint.hardware.fast.room:
+        policy = all_static
     else:
         policy = replace(policy, static_experts=min(max(static, 0), model.experts - 1))
     return policy if policy.slow_attention else _with_cache(footprint, policy, 1.0)
@@ -250,7 +252,9 @@ def _fill(footprint: Footprint, policy: Policy, for_cache: float) -> Policy:
 def _with_cache(footprint: Footprint, policy: Policy, share: float) -> Policy:
     """The policy with as many cache blocks of each request on the fast level as fit in `share` of its
     room."""
-    nothing, all_of_it = (_used(footprint, replace(policy, slow_cache=slow)) for slow in (1.0, 0.0))
+    nothing, all_of_it = (
+        _count_fast_bytes(footprint, replace(policy, slow_cache=slow)) for slow in (1.0, 0.0)
+    )
     room = footprint.hardware.fast.room - nothing
     fitting = min(max(share * room, 0.0) / (all_of_it - nothing), 1.0) if all_of_it > nothing else 1.0
     return replace(policy, slow_cache=slow_share(footprint.workload, fitting))
@@ -258,18 +262,18 @@ def _with_cache(footprint: Footprint, policy: Policy, share: float) -> Policy:
 
 def _room(footprint: Footprint, policy: Policy) -> float:
     """Free bytes on the fast level without static experts. Negative if it is overfull."""
-    return footprint.hardware.fast.room - _used(footprint, replace(policy, static_experts=0))
+    return footprint.hardware.fast.room - _count_fast_bytes(footprint, replace(policy, static_experts=0))
 
 
-def _used(footprint: Footprint, policy: Policy) -> float:
+def _count_fast_bytes(footprint: Footprint, policy: Policy) -> float:
     """Bytes used on the fast level."""
     return sum(footprint.fast(policy).values())
 
 
 def is_fast_only(model: ModelSizes, policy: Policy) -> bool:
     """True if nothing is on the slow level."""
-    cached = policy.slow_cache == 0 and not policy.slow_attention
-    return cached and policy.fast_residual and policy.static_experts == model.experts
+    has_fast_cache = policy.slow_cache == 0 and not policy.slow_attention
+    return has_fast_cache and policy.fast_residual and policy.static_experts == model.experts
 
 
 def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tuple[Price, float]:
@@ -281,14 +285,16 @@ def by_flexgen(model: ModelSizes, hardware: Hardware, workload: Workload) -> tup
     ConfigError if nothing fits.
     """
     flops_per_byte = model.attention.pair_flops / model.cache(1, workload.cache_number)
-    found = flexgen.search(model, flexgen.Constants.of(hardware, flops_per_byte), workload)
+    flexgen_policy = flexgen.search(
+        model, flexgen.Constants.from_hardware(hardware, flops_per_byte), workload
+    )
     policy = Policy(
         schedule="s4",
-        micro_batch=found.micro_batch,
-        micro_batches=found.micro_batches,
+        micro_batch=flexgen_policy.micro_batch,
+        micro_batches=flexgen_policy.micro_batches,
         slow_attention=False,
-        static_experts=math.floor(found.weights * model.experts),
-        slow_cache=slow_share(workload, found.cache),
-        fast_residual=found.hidden >= 1,
+        static_experts=math.floor(flexgen_policy.weights * model.experts),
+        slow_cache=slow_share(workload, flexgen_policy.cache),
+        fast_residual=flexgen_policy.hidden >= 1,
     )
-    return Pricing(model, hardware, workload).price(policy), found.throughput
+    return Pricing(model, hardware, workload).price(policy), flexgen_policy.throughput

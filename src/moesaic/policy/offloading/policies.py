@@ -45,7 +45,7 @@ class Workload:
         return self.prompt + self.generate
 
     @property
-    def held(self) -> int:
+    def cache_tokens(self) -> int:
         """Tokens of cache that a request takes at the end, including unused ones."""
         return self.context + self.unfilled
 

@@ -32,21 +32,21 @@ class ExpertPrefetch:
         self._num_experts, self._fades = num_experts, fades
         self._counts: dict[int, npt.NDArray[np.float64]] = {}
 
-    def learn(self, layer: int, chosen: IntArray) -> None:
-        """Count the choices of one step. chosen: [p] experts."""
-        counts = np.bincount(chosen, minlength=self._num_experts)
-        self._counts[layer] = counts + self._fades * self.of(layer)
+    def learn(self, layer: int, chosen_experts: IntArray) -> None:
+        """Count the choices of one step. chosen_experts: [p] experts."""
+        counts = np.bincount(chosen_experts, minlength=self._num_experts)
+        self._counts[layer] = counts + self._fades * self.choice_counts(layer)
 
-    def of(self, layer: int) -> npt.NDArray[np.float64]:
+    def choice_counts(self, layer: int) -> npt.NDArray[np.float64]:
         """[E] how often each expert of a layer was chosen."""
         return self._counts.get(layer, np.zeros(self._num_experts))
 
-    def experts(self, layer: int, most: int, without: Collection[int]) -> list[int]:
-        """The most likely experts of a layer, at most `most`.
+    def experts(self, layer: int, max_count: int, excluded_experts: Collection[int]) -> list[int]:
+        """The most likely experts of a layer, at most `max_count`.
 
-        Only experts that were chosen there before and are not in `without` count.
+        Only experts that were chosen there before and are not in `excluded_experts` count.
         """
-        counts = self.of(layer)
+        counts = self.choice_counts(layer)
         order = np.argsort(-counts, kind="stable")
-        known = (int(one) for one in order if counts[one] > 0 and int(one) not in without)
-        return [one for _, one in zip(range(most), known, strict=False)]
+        candidates = (int(one) for one in order if counts[one] > 0 and int(one) not in excluded_experts)
+        return [one for _, one in zip(range(max_count), candidates, strict=False)]

@@ -100,19 +100,19 @@ class Pricing:
 
     def step(self, policy: Policy) -> Phase:
         """The price of one decode step, by its task list."""
-        return self._step(policy, listed=True)
+        return self._step(policy, by_task_list=True)
 
     def prefill(self, policy: Policy, micro_batches: int | None = None) -> Phase:
         """The price of prefill over all prompts, by its task list.
 
         micro_batches: their number. None: the number that the footprint gives.
         """
-        return self._prefill(policy, listed=True, count=micro_batches)
+        return self._prefill(policy, by_task_list=True, count=micro_batches)
 
     def bound(self, policy: Policy) -> float:
         """An upper bound of the throughput: each pass takes only as long as its busiest resource."""
-        steps = (self.workload.generate - 1) * self._step(policy, listed=False).seconds
-        total = self._prefill(policy, listed=False).seconds + steps
+        steps = (self.workload.generate - 1) * self._step(policy, by_task_list=False).seconds
+        total = self._prefill(policy, by_task_list=False).seconds + steps
         return policy.batch * self.workload.generate / total
 
     def shape(self, policy: Policy, layers: int | None = None) -> Shape:
@@ -125,20 +125,20 @@ class Pricing:
         return self._shape(policy, layers, count, prompts=True)
 
     def _shape(self, policy: Policy, layers: int | None, count: int, prompts: bool = False) -> Shape:
-        wanted = self.model.moe_layers if layers is None else layers
-        shape = shape_of(policy, self.model.experts, wanted, count, prompts)
-        return replace(shape, staged=self.hardware.link.staging is not None)
+        num_layers = self.model.moe_layers if layers is None else layers
+        shape = shape_of(policy, self.model.experts, num_layers, count, prompts)
+        return replace(shape, uses_pinned_memory=self.hardware.link.staging is not None)
 
-    def _step(self, policy: Policy, listed: bool) -> Phase:
+    def _step(self, policy: Policy, by_task_list: bool) -> Phase:
         tables = [self.durations.decode(policy, dense) for dense in self._kinds]
-        return self._phase(policy, policy.schedule, self.shape(policy), tables, listed)
+        return self._phase(policy, policy.schedule, self.shape(policy), tables, by_task_list)
 
-    def _prefill(self, policy: Policy, listed: bool, count: int | None = None) -> Phase:
+    def _prefill(self, policy: Policy, by_task_list: bool, count: int | None = None) -> Phase:
         shape = self.prefill_shape(policy, count=count)
         requests = policy.batch / shape.micro_batches
         tables = [self.durations.prefill(policy, requests, shape.pages, dense) for dense in self._kinds]
         order: Order = "prefill" if policy.fast_residual else "prefill, rows move"
-        return self._phase(policy, order, shape, tables, listed)
+        return self._phase(policy, order, shape, tables, by_task_list)
 
     @property
     def _kinds(self) -> tuple[bool, ...]:
@@ -146,7 +146,7 @@ class Pricing:
         return (False, True) if self.model.layers > self.model.moe_layers else (False,)
 
     def _phase(
-        self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], listed: bool
+        self, policy: Policy, order: Order, shape: Shape, tables: Sequence[Table], by_task_list: bool
     ) -> Phase:
         """The price of a pass. tables: durations for each kind of layer.
 
@@ -155,14 +155,14 @@ class Pricing:
         busy = self._busy(policy, order, shape, tables[0], shape.layers)
         busy[Lane.FAST.value] += shape.micro_batches * tables[0][Kind.HEAD, Lane.FAST]
         seconds = max(busy.values())
-        if listed and shape.micro_batches <= MOST_LISTED:
+        if by_task_list and shape.micro_batches <= MOST_LISTED:
             handover = self.hardware.link.handover
-            seconds = max(_listed(order, shape, tables[0], handover), seconds)
+            seconds = max(_price_task_list(order, shape, tables[0], handover), seconds)
         for table in tables[1:]:
             plain = replace(policy, schedule="cgopipe")
-            more = self._busy(plain, order, shape, table, self.model.layers - shape.layers, ROUTED)
-            seconds += max(more.values())
-            busy = {name: busy[name] + more[name] for name in busy}
+            dense_busy = self._busy(plain, order, shape, table, self.model.layers - shape.layers, ROUTED)
+            seconds += max(dense_busy.values())
+            busy = {name: busy[name] + dense_busy[name] for name in busy}
         return Phase(seconds, busy)
 
     def _busy(
@@ -172,16 +172,16 @@ class Pricing:
         shape: Shape,
         table: Table,
         layers: int,
-        without: Sequence[Kind] = (),
+        excluded_kinds: Sequence[Kind] = (),
     ) -> dict[str, float]:
         """Busy seconds of each resource in this number of layers."""
         lanes = dict.fromkeys(Lane, 0.0)
         for (kind, lane), count in _counts(order, replace(shape, layers=1)).items():
-            if kind not in without:
+            if kind not in excluded_kinds:
                 lanes[lane] += count * table[kind, lane]
-        shared = self.durations.slow_memory(policy, lanes)
-        found = {lane.value: layers * busy for lane, busy in lanes.items()}
-        return found | {SLOW_MEMORY: layers * shared}
+        memory_seconds = self.durations.slow_memory(policy, lanes)
+        busy_seconds = {lane.value: layers * busy for lane, busy in lanes.items()}
+        return busy_seconds | {SLOW_MEMORY: layers * memory_seconds}
 
 
 Order = Schedule | Literal["prefill", "prefill, rows move"]
@@ -196,27 +196,29 @@ def tasks_of(order: Order, shape: Shape) -> list[Task]:
     return decode(order, shape)
 
 
-def _listed(order: Order, shape: Shape, table: Table, handover: float) -> float:
+def _price_task_list(order: Order, shape: Shape, table: Table, handover: float) -> float:
     """Seconds of the task list over all layers.
 
     It is exact for few layers; further ones cost what the last two do.
     """
     if shape.layers <= MORE_LAYERS:
         return _makespan(order, shape, table, handover)
-    fewer, more = (
+    shorter_seconds, longer_seconds = (
         _makespan(order, replace(shape, layers=layers), table, handover)
         for layers in (FEWER_LAYERS, MORE_LAYERS)
     )
-    return more + (shape.layers - MORE_LAYERS) * (more - fewer) / (MORE_LAYERS - FEWER_LAYERS)
+    return longer_seconds + (shape.layers - MORE_LAYERS) * (longer_seconds - shorter_seconds) / (
+        MORE_LAYERS - FEWER_LAYERS
+    )
 
 
 def _makespan(order: Order, shape: Shape, table: Table, handover: float) -> float:
-    tasks = _cached(order, shape)
+    tasks = _cached_tasks(order, shape)
     return run(tasks, [table[task.kind, task.lane] for task in tasks], handover).makespan
 
 
 @lru_cache(maxsize=16)
-def _cached(order: Order, shape: Shape) -> Sequence[Task]:
+def _cached_tasks(order: Order, shape: Shape) -> Sequence[Task]:
     return tasks_of(order, shape)
 
 
@@ -234,9 +236,11 @@ def _counts(order: Order, shape: Shape) -> dict[tuple[Kind, Lane], int]:
 
 
 @lru_cache(maxsize=1024)
-def _small(order: Order, shape: Shape, count: int, streams: bool, paged: bool) -> Counter[tuple[Kind, Lane]]:
+def _small(
+    order: Order, shape: Shape, count: int, streams: bool, by_micro_batch: bool
+) -> Counter[tuple[Kind, Lane]]:
     """Count the tasks that one more layer adds, with `count` micro-batches."""
-    pages = (count if paged else 1) if streams else 0
+    pages = (count if by_micro_batch else 1) if streams else 0
     shape = replace(shape, micro_batches=count, pages=pages)
     longer, shorter = (
         Counter((task.kind, task.lane) for task in tasks_of(order, replace(shape, layers=layers)))

@@ -36,25 +36,25 @@ class HotExperts:
     def __init__(self, num_experts: int) -> None:
         self._counts = ExpertPrefetch(num_experts, FADES)
 
-    def learn(self, layer: int, chosen: IntArray) -> None:
-        """Counts the choices of one step. chosen: [p] experts."""
-        self._counts.learn(layer, chosen)
+    def learn(self, layer: int, chosen_experts: IntArray) -> None:
+        """Counts the choices of one step. chosen_experts: [p] experts."""
+        self._counts.learn(layer, chosen_experts)
 
-    def of(self, layer: int) -> Sequence[float]:
+    def choice_counts(self, layer: int) -> Sequence[float]:
         """[E] how often each expert of a layer was chosen lately."""
-        found: list[float] = self._counts.of(layer).tolist()
-        return found
+        counts: list[float] = self._counts.choice_counts(layer).tolist()
+        return counts
 
     def exchanges(
-        self, layer: int, stays: Collection[int], coming: Iterable[int], chosen: Collection[int]
+        self, layer: int, stays: Collection[int], coming: Iterable[int], chosen_experts: Collection[int]
     ) -> list[Key]:
         """Pairs (expert that leaves, expert that stays in its place) of one layer.
 
-        stays: the experts that stay now. coming: those that are about to be loaded. chosen: those that are
+        stays: the experts that stay now. coming: those that are about to be loaded. chosen_experts: those that are
         computed now, which may not leave. The hottest that comes takes the place of the coldest.
         """
-        counts = self._counts.of(layer)
-        coldest = sorted(set(stays) - set(chosen), key=lambda expert: (counts[expert], expert))
+        counts = self._counts.choice_counts(layer)
+        coldest = sorted(set(stays) - set(chosen_experts), key=lambda expert: (counts[expert], expert))
         hottest = sorted(coming, key=lambda expert: (-counts[expert], expert))
         return [
             (out, new)
@@ -62,7 +62,9 @@ class HotExperts:
             if counts[new] > HOTTER * counts[out]
         ]
 
-    def coldest(self, resident: Iterable[Key], needed: Collection[Key], count: int) -> list[Key]:
+    def coldest(self, resident: Iterable[Key], needed_experts: Collection[Key], count: int) -> list[Key]:
         """The `count` coldest resident experts of all layers that are not needed now, or all of these."""
-        free = (key for key in resident if key not in needed)
-        return heapq.nsmallest(count, free, key=lambda key: (float(self._counts.of(key[0])[key[1]]), key))
+        free = (key for key in resident if key not in needed_experts)
+        return heapq.nsmallest(
+            count, free, key=lambda key: (float(self._counts.choice_counts(key[0])[key[1]]), key)
+        )

@@ -44,7 +44,7 @@ class Revising:
         self.revisions = 0
         """Number of changes after the first choice."""
 
-    def at(self, requests: int, context: float) -> Choice:
+    def choose(self, requests: int, context: float) -> Choice:
         """The choice for a decode step of so many requests. context: mean tokens of each in the cache."""
         place = nearest(self._loads, requests, context)
         best = min(self._choices, key=lambda choice: choice.seconds[place])

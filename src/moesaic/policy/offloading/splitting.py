@@ -13,11 +13,11 @@ from moesaic.core.offload import SplitPrices
 
 
 def experts_to_load(
-    prices: SplitPrices, missing: Mapping[int, int], held: Iterable[int], heat: Sequence[float] = ()
+    prices: SplitPrices, missing: Mapping[int, int], resident_rows: Iterable[int], heat: Sequence[float] = ()
 ) -> list[int]:
     """The experts that the fast processor computes after they have been loaded.
 
-    missing: rows of each chosen expert that is not on the fast level. held: rows of those that are. heat: how
+    missing: rows of each chosen expert that is not on the fast level. resident_rows: rows of those that are. heat: how
     often each expert was chosen lately, which decides among those with equally many rows.
 
     >>> prices = SplitPrices(3.0, Curve(((1, 1.0),)), Curve(((1, 2.0), (9, 10.0))))
@@ -25,12 +25,12 @@ def experts_to_load(
     [5]
     """
     by_rows = sorted(missing, key=lambda one: (-missing[one], -heat[one] if heat else 0.0, one))
-    there = sum(prices.slow.seconds(rows) for rows in missing.values())
-    here = sum(map(prices.fast.seconds, held))
-    count, least = 0, max(there, here)
+    slow_seconds = sum(prices.slow.seconds(rows) for rows in missing.values())
+    fast_seconds = sum(map(prices.fast.seconds, resident_rows))
+    count, least_seconds = 0, max(slow_seconds, fast_seconds)
     for number, expert in enumerate(by_rows, 1):
-        there -= prices.slow.seconds(missing[expert])
-        here += prices.load + prices.fast.seconds(missing[expert])
-        if max(there, here) < least:
-            count, least = number, max(there, here)
+        slow_seconds -= prices.slow.seconds(missing[expert])
+        fast_seconds += prices.load + prices.fast.seconds(missing[expert])
+        if max(slow_seconds, fast_seconds) < least_seconds:
+            count, least_seconds = number, max(slow_seconds, fast_seconds)
     return by_rows[:count]

@@ -18,9 +18,9 @@ class Lane(Enum):
 
     FAST = "fast compute"
     SLOW = "slow compute"
-    DOWN = "link down"
+    LINK_DOWN = "link down"
     """Copies from the slow level to the fast one."""
-    UP = "link up"
+    LINK_UP = "link up"
     """Copies from the fast level to the slow one."""
     STAGING = "staging copy"
     """Copies on the slow level, into pinned memory."""
@@ -70,9 +70,9 @@ class Kind(Enum):
 
 
 LANES = {
-    **dict.fromkeys((Kind.SAVE_QKV, Kind.SAVE_ROWS, Kind.SAVE_CACHE), Lane.UP),
-    **dict.fromkeys((Kind.LOAD_ROWS, Kind.LOAD_ANSWERS, Kind.LOAD_PAGE), Lane.DOWN),
-    **dict.fromkeys((Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.LOAD_CACHE), Lane.DOWN),
+    **dict.fromkeys((Kind.SAVE_QKV, Kind.SAVE_ROWS, Kind.SAVE_CACHE), Lane.LINK_UP),
+    **dict.fromkeys((Kind.LOAD_ROWS, Kind.LOAD_ANSWERS, Kind.LOAD_PAGE), Lane.LINK_DOWN),
+    **dict.fromkeys((Kind.LOAD_CHOSEN, Kind.LOAD_LIKELY, Kind.LOAD_CACHE), Lane.LINK_DOWN),
     Kind.STAGE_PAGE: Lane.STAGING,
 }
 """Lanes of the kinds of tasks that the fast processor does not run. Attention and experts may also run on
@@ -90,7 +90,7 @@ class Shape:
 
     Schedules without pages move the weights as one page.
     """
-    staged: bool = False
+    uses_pinned_memory: bool = False
     """True: pages are copied into pinned memory before they are loaded."""
     slow_attention: bool = True
     cache_moves: bool = False
@@ -142,18 +142,18 @@ class TaskList:
         self, kind: Kind, layer: int, part: int, needs: Iterable[Key] = (), lane: Lane | None = None
     ) -> Key:
         """Add a task and return its key. lane: the task's lane if it is not its kind's own."""
-        found = {self._indices[key] for key in needs if key in self._indices}
+        indices = {self._indices[key] for key in needs if key in self._indices}
         if self._barrier is not None:
-            found.add(self._barrier)
+            indices.add(self._barrier)
         key = name(kind, layer, part, lane)
         self._indices[key] = len(self.tasks)
-        self.tasks.append(Task(kind, key[1], layer, part, tuple(sorted(found))))
+        self.tasks.append(Task(kind, key[1], layer, part, tuple(sorted(indices))))
         return key
 
     def sync(self, layer: int, part: int) -> None:
         """Make all later tasks wait for every task so far."""
-        since, index = self._barrier or 0, len(self.tasks)
-        self.tasks.append(Task(Kind.SYNC, Lane.FAST, layer, part, tuple(range(since, index))))
+        first, index = self._barrier or 0, len(self.tasks)
+        self.tasks.append(Task(Kind.SYNC, Lane.FAST, layer, part, tuple(range(first, index))))
         self._barrier = index
 
 

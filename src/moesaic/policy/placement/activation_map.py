@@ -37,14 +37,16 @@ class ActivationMap:
     """Share of the (token, expert) pairs that have token and expert on the same rank."""
 
 
-def commonest(profile: Profile, index: int, most: int) -> IntArray:
-    """The `most` token ids that occur most often in layer `index`, ascending.
+def commonest(profile: Profile, index: int, count: int) -> IntArray:
+    """The `count` token ids that occur most often in layer `index`, ascending.
 
     Between equally frequent ids, the lower one is taken.
     """
     counts = profile.counts[index]
-    seen = _pairs(counts)
-    return np.sort(np.argsort(-seen, kind="stable")[: min(most, len(counts.known_tokens))]).astype(np.int64)
+    num_choices = _pairs(counts)
+    return np.sort(np.argsort(-num_choices, kind="stable")[: min(count, len(counts.known_tokens))]).astype(
+        np.int64
+    )
 
 
 def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: IntArray) -> ActivationMap:
@@ -56,24 +58,24 @@ def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: I
     once. Expert 2 and token 5 are on rank 0, everything else is on rank 1. The map has rows 5, 6 and
     columns 2, 0, 1. Its shares are (1, 0, 0) and (0.25, 0.75, 0), and `local` is 7/8.
     """
-    homes, own = clusters.experts[index], clusters.tokens[index][tokens]
+    homes, token_ranks = clusters.experts[index], clusters.tokens[index][tokens]
     pairs = _rows(profile.counts[index], tokens, profile.num_experts)
-    local = np.where(homes == own[:, None], pairs, 0).sum(axis=1)
+    local = np.where(homes == token_ranks[:, None], pairs, 0).sum(axis=1)
     total = pairs.sum(axis=1)
-    down = np.lexsort((tokens, -local / total, own))
-    across = np.argsort(homes, kind="stable")
-    shares = (pairs * profile.top_k / total[:, None])[down][:, across]
+    row_order = np.lexsort((tokens, -local / total, token_ranks))
+    column_order = np.argsort(homes, kind="stable")
+    shares = (pairs * profile.top_k / total[:, None])[row_order][:, column_order]
     return ActivationMap(
-        tokens=tuple(tokens[down].tolist()),
-        experts=tuple(across.tolist()),
-        tokens_of=tuple(np.bincount(own, minlength=clusters.ranks).tolist()),
+        tokens=tuple(tokens[row_order].tolist()),
+        experts=tuple(column_order.tolist()),
+        tokens_of=tuple(np.bincount(token_ranks, minlength=clusters.ranks).tolist()),
         experts_of=tuple(np.bincount(homes, minlength=clusters.ranks).tolist()),
         shares=tuple(tuple(row) for row in shares.tolist()),
         local=float(local.sum() / total.sum()),
     )
 
 
-def dealt(clusters: Coclusters, tokens: IntArray) -> Coclusters:
+def deal_tokens(clusters: Coclusters, tokens: IntArray) -> Coclusters:
     """The same experts, but with `tokens` [n] divided over the ranks in equal consecutive parts.
 
     The parts ignore what the tokens choose. Example: with tokens 5, 6, 7, 8 and two ranks, rank 0 gets 5
@@ -86,14 +88,14 @@ def dealt(clusters: Coclusters, tokens: IntArray) -> Coclusters:
 
 def _pairs(counts: Counts) -> FloatArray:
     """[V] number of choices of each token id."""
-    found = np.bincount(counts.tokens, counts.counts, minlength=len(counts.starts) - 1)
-    return found.astype(np.float64)
+    choices = np.bincount(counts.tokens, counts.counts, minlength=len(counts.starts) - 1)
+    return choices.astype(np.float64)
 
 
 def _rows(counts: Counts, tokens: IntArray, num_experts: int) -> FloatArray:
     """[n, E] how often each of these token ids chose each expert."""
-    found = np.zeros((len(tokens), num_experts))
+    choices = np.zeros((len(tokens), num_experts))
     for row, token in enumerate(tokens.tolist()):
         entries = slice(counts.starts[token], counts.starts[token + 1])
-        found[row, counts.experts[entries]] = counts.counts[entries]
-    return found
+        choices[row, counts.experts[entries]] = counts.counts[entries]
+    return choices

@@ -48,68 +48,70 @@ def place(
     """
     ids = sorted(servers)
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
-    held, there = {}, Hosts.where(ids, hosts)
+    experts_by_layer, server_hosts = {}, Hosts.from_names(ids, hosts)
     for row, layer in enumerate(layers):
         weight = np.asarray(load[row], dtype=np.float64)
         weight = weight if weight.any() else np.ones(len(weight))
         home = copy_mask(homes, layer, ids, homes.num_experts)
-        found = _copied(weight, home, capacity, there, redundant, min_replicas)
-        before = copy_mask(previous, layer, ids, homes.num_experts)
-        safe = there.on_one(before) <= there.on_one(found)
-        if safe and _may_stay(before, home, found, min_replicas):
-            limit = _peak(weight, found, capacity) * (1 + slack + EXACT)
-            found = before if _peak(weight, before, capacity) <= limit else found
-        held[layer] = {server: np.flatnonzero(found[:, at]).tolist() for at, server in enumerate(ids)}
+        new_copies = _add_copies(weight, home, capacity, server_hosts, redundant, min_replicas)
+        old_copies = copy_mask(previous, layer, ids, homes.num_experts)
+        safe = server_hosts.count_on_one_host(old_copies) <= server_hosts.count_on_one_host(new_copies)
+        if safe and _may_stay(old_copies, home, new_copies, min_replicas):
+            limit = _peak(weight, new_copies, capacity) * (1 + slack + EXACT)
+            new_copies = old_copies if _peak(weight, old_copies, capacity) <= limit else new_copies
+        experts_by_layer[layer] = {
+            server: np.flatnonzero(new_copies[:, at]).tolist() for at, server in enumerate(ids)
+        }
     new = Placement(
         homes.version if previous is None else previous.version + 1,
         homes.num_experts,
-        held,
+        experts_by_layer,
         homes.model,
         homes.tables,
     )
     return previous if previous is not None and previous.experts_by_layer == new.experts_by_layer else new
 
 
-def _copied(
+def _add_copies(
     load: FloatArray, home: BoolArray, capacity: FloatArray, hosts: Hosts, redundant: int, min_replicas: int
 ) -> BoolArray:
     """[E, N] the copies of one layer."""
-    held, servers = home.copy(), len(capacity)
-    total = min(max(home.sum() + redundant, held.shape[0] * min_replicas), held.size)
+    has_copy, servers = home.copy(), len(capacity)
+    total = min(max(home.sum() + redundant, has_copy.shape[0] * min_replicas), has_copy.size)
     for expert in np.argsort(-load, kind="stable"):
-        while held[expert].sum() < min_replicas:
-            among = hosts.preferred(held[expert], ~held[expert])
-            held[expert, _coolest(load, held, capacity, among)] = True
-    left = int(total - held.sum())
+        while has_copy[expert].sum() < min_replicas:
+            candidates = hosts.choose_servers(has_copy[expert], ~has_copy[expert])
+            has_copy[expert, _coolest(load, has_copy, capacity, candidates)] = True
+    left = int(total - has_copy.sum())
     room = np.full(servers, -(-left // servers))
     for _ in range(left):
-        lacking = ~held & (room > 0)
-        each = np.where(lacking.any(axis=1), load / held.sum(axis=1), -1.0)
-        expert = int(each.argmax())
-        if each[expert] < 0:
+        lacking = ~has_copy & (room > 0)
+        load_per_copy = np.where(lacking.any(axis=1), load / has_copy.sum(axis=1), -1.0)
+        expert = int(load_per_copy.argmax())
+        if load_per_copy[expert] < 0:
             break
-        at = _coolest(load, held, capacity, hosts.preferred(held[expert], lacking[expert]))
-        held[expert, at] = True
+        at = _coolest(load, has_copy, capacity, hosts.choose_servers(has_copy[expert], lacking[expert]))
+        has_copy[expert, at] = True
         room[at] -= 1
-    return held
+    return has_copy
 
 
-def _coolest(load: FloatArray, held: BoolArray, capacity: FloatArray, among: BoolArray) -> int:
-    """The server of `among` with the least load / capacity."""
-    return int(np.where(among, _loads(load, held) / capacity, np.inf).argmin())
+def _coolest(load: FloatArray, has_copy: BoolArray, capacity: FloatArray, candidates: BoolArray) -> int:
+    """The server of `candidates` with the least load / capacity."""
+    return int(np.where(candidates, _loads(load, has_copy) / capacity, np.inf).argmin())
 
 
-def _loads(load: FloatArray, held: BoolArray) -> FloatArray:
+def _loads(load: FloatArray, has_copy: BoolArray) -> FloatArray:
     """[N] load of each server. An expert's load is divided evenly among its copies."""
-    loads: FloatArray = (load / held.sum(axis=1)) @ held
+    loads: FloatArray = (load / has_copy.sum(axis=1)) @ has_copy
     return loads
 
 
-def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:
-    return float((_loads(load, held) / capacity).max())
+def _peak(load: FloatArray, has_copy: BoolArray, capacity: FloatArray) -> float:
+    return float((_loads(load, has_copy) / capacity).max())
 
 
-def _may_stay(before: BoolArray, home: BoolArray, found: BoolArray, min_replicas: int) -> bool:
-    """Whether `before` has all homes, as many copies as `found`, and enough of each expert."""
-    enough = before.sum(axis=1).min() >= min_replicas
-    return bool(enough and (before >= home).all() and before.sum() == found.sum())
+def _may_stay(old_copies: BoolArray, home: BoolArray, new_copies: BoolArray, min_replicas: int) -> bool:
+    """Whether `old_copies` has all homes, as many copies as `new_copies`, and enough of each expert."""
+    has_min_replicas = old_copies.sum(axis=1).min() >= min_replicas
+    return bool(has_min_replicas and (old_copies >= home).all() and old_copies.sum() == new_copies.sum())

@@ -38,7 +38,7 @@ from moesaic.policy.placement.packing import (
     FloatArray,
     Layer,
     copies,
-    kept,
+    keep_copies,
     pack,
     server_slots,
     settle,
@@ -86,17 +86,21 @@ def place(
     load, ids, experts = np.asarray(load, dtype=np.float64), sorted(servers), load.shape[1]
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
-    before = [copy_mask(previous, layer, ids, experts) for layer in layers]
-    there = Hosts.where(ids, hosts)
-    room = server_slots(slots, experts, capacity, np.array([old.sum(axis=0) for old in before]), there)
-    held, spare = {}, slack if previous else 0.0
+    old_copies = [copy_mask(previous, layer, ids, experts) for layer in layers]
+    server_hosts = Hosts.from_names(ids, hosts)
+    room = server_slots(
+        slots, experts, capacity, np.array([old.sum(axis=0) for old in old_copies]), server_hosts
+    )
+    experts_by_layer, spare = {}, slack if previous else 0.0
     for row, layer in enumerate(layers):
-        start = before[row] if previous else _ranges(experts, room[row])
-        chosen = _place_layer(load[row], room[row], capacity, there, min_replicas, start, spare)
-        held[layer] = {one: np.flatnonzero(mine).tolist() for one, mine in zip(ids, chosen.T, strict=True)}
+        start = old_copies[row] if previous else _ranges(experts, room[row])
+        has_copy = _place_layer(load[row], room[row], capacity, server_hosts, min_replicas, start, spare)
+        experts_by_layer[layer] = {
+            one: np.flatnonzero(mine).tolist() for one, mine in zip(ids, has_copy.T, strict=True)
+        }
     if previous is None:
-        return Placement(0, experts, held, model)
-    new = Placement(previous.version + 1, experts, held, model or previous.model)
+        return Placement(0, experts, experts_by_layer, model)
+    new = Placement(previous.version + 1, experts, experts_by_layer, model or previous.model)
     is_same = (previous.experts_by_layer, previous.model) == (new.experts_by_layer, new.model)
     return previous if is_same else new
 
@@ -129,11 +133,11 @@ def _check(
 
 def copy_mask(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
     """[E, N] True where the server in `ids` has the expert."""
-    held = np.zeros((experts, len(ids)), dtype=np.bool_)
+    has_copy = np.zeros((experts, len(ids)), dtype=np.bool_)
     by_server = placement.experts_by_layer.get(layer, {}) if placement else {}
     for column, server in enumerate(ids):
-        held[list(by_server.get(server, ())), column] = True
-    return held
+        has_copy[list(by_server.get(server, ())), column] = True
+    return has_copy
 
 
 def _ranges(experts: int, room: IntArray) -> BoolArray:
@@ -150,7 +154,7 @@ def _place_layer(
     capacity: FloatArray,
     hosts: Hosts,
     min_replicas: int,
-    before: BoolArray,
+    old_copies: BoolArray,
     slack: float,
 ) -> BoolArray:
     """[E, N] the placement of one layer: the first candidate with a peak within `slack` of the best one.
@@ -161,24 +165,26 @@ def _place_layer(
     load = load if load.any() else np.ones(len(load))
     count = copies(load, room, min_replicas)
     layer = Layer(load / count, count, room, capacity, hosts)
-    fresh = settle(layer, spread(layer, pack(layer, np.zeros_like(before))), 0.0)
-    may_stay = (before.sum(axis=0) == room).all() and before.sum(axis=1).min() >= min_replicas
-    stay = spread(replace(layer, each=load / before.sum(axis=1)), before) if may_stay else fresh
-    fewest = min(hosts.on_one(fresh), hosts.on_one(stay))
-    safe = [found for found in (stay, fresh) if hosts.on_one(found) == fewest]
+    fresh = settle(layer, spread(layer, pack(layer, np.zeros_like(old_copies))), 0.0)
+    may_stay = (old_copies.sum(axis=0) == room).all() and old_copies.sum(axis=1).min() >= min_replicas
+    stay = (
+        spread(replace(layer, load_per_copy=load / old_copies.sum(axis=1)), old_copies) if may_stay else fresh
+    )
+    fewest = min(hosts.count_on_one_host(fresh), hosts.count_on_one_host(stay))
+    safe = [found for found in (stay, fresh) if hosts.count_on_one_host(found) == fewest]
     limit = min(_peak(load, found, capacity) for found in safe) * (1 + slack + EXACT)
-    if may_stay and hosts.on_one(stay) == fewest and _peak(load, stay, capacity) <= limit:
+    if may_stay and hosts.count_on_one_host(stay) == fewest and _peak(load, stay, capacity) <= limit:
         return stay
-    stays = kept(layer, before, limit)
-    found = settle(layer, spread(layer, pack(layer, stays), stays), limit)
-    if hosts.on_one(found) <= fewest and _peak(load, found, capacity) <= limit:
-        return found
+    stays = keep_copies(layer, old_copies, limit)
+    new_copies = settle(layer, spread(layer, pack(layer, stays), stays), limit)
+    if hosts.count_on_one_host(new_copies) <= fewest and _peak(load, new_copies, capacity) <= limit:
+        return new_copies
     return safe[-1]
 
 
-def _peak(load: FloatArray, held: BoolArray, capacity: FloatArray) -> float:
+def _peak(load: FloatArray, has_copy: BoolArray, capacity: FloatArray) -> float:
     """Largest load / capacity of a server."""
-    return float(((load / held.sum(axis=1)) @ held / capacity).max())
+    return float(((load / has_copy.sum(axis=1)) @ has_copy / capacity).max())
 
 
 # ---- what a change costs and brings
@@ -214,8 +220,8 @@ def server_loads(load: Load, placement: Placement, servers: Sequence[int]) -> Fl
     """
     loads = np.empty((len(placement.layers), len(servers)))
     for row, layer in enumerate(placement.layers):
-        held = copy_mask(placement, layer, servers, placement.num_experts)
-        loads[row] = (load[row] / np.maximum(held.sum(axis=1), 1)) @ held
+        has_copy = copy_mask(placement, layer, servers, placement.num_experts)
+        loads[row] = (load[row] / np.maximum(has_copy.sum(axis=1), 1)) @ has_copy
     return loads
 
 
@@ -239,8 +245,8 @@ def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float
     """
     if old.orphans(excluded_servers=set(old.servers) - set(servers)):
         return 1.0
-    before = critical_load(load, old, servers)
-    return 1 - critical_load(load, new, servers) / before if before else 0.0
+    old_load = critical_load(load, old, servers)
+    return 1 - critical_load(load, new, servers) / old_load if old_load else 0.0
 
 
 def gain_seconds(gain: float, busy: float, horizon: float) -> float:
@@ -274,9 +280,9 @@ def busiest_bytes(moves: Iterable[Move], expert_bytes: int) -> int:
 
 def balancedness(load: Load) -> FloatArray:
     """[L] mean / max of each row of load [L, servers]. 1 means perfectly even. A row without load gives 1."""
-    most = load.max(axis=1)
+    peak = load.max(axis=1)
     even = np.ones(len(load))
-    np.divide(load.mean(axis=1), most, out=even, where=most > 0)
+    np.divide(load.mean(axis=1), peak, out=even, where=peak > 0)
     return even
 
 
@@ -285,9 +291,9 @@ def max_over_median(load: Load) -> FloatArray:
 
     A row without load gives 1.
     """
-    most, median = load.max(axis=1), np.median(load, axis=1)
-    uneven: FloatArray = np.where(most > 0, np.inf, 1.0)
-    np.divide(most, median, out=uneven, where=median > 0)
+    peak, median = load.max(axis=1), np.median(load, axis=1)
+    uneven: FloatArray = np.where(peak > 0, np.inf, 1.0)
+    np.divide(peak, median, out=uneven, where=median > 0)
     return uneven
 
 

@@ -107,17 +107,17 @@ class Affinity:
 
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
         fewest = min(load.requests for load in workers.values())
-        open_ones = {w: load for w, load in workers.items() if load.requests < fewest + self._ahead}
-        scores = _of_workers(open_ones, self._score(prompt), self._worth)
+        candidates = {w: load for w, load in workers.items() if load.requests < fewest + self._ahead}
+        scores = _of_workers(candidates, self._score(prompt), self._worth)
         best = max(scores.values()) - EXACT
-        return least_loaded({worker: open_ones[worker] for worker in scores if scores[worker] >= best})
+        return least_loaded({worker: candidates[worker] for worker in scores if scores[worker] >= best})
 
     def _score(self, prompt: Sequence[int]) -> npt.NDArray[np.float64]:
         """[ranks] score of the prompt for each rank."""
-        found = self._tables.request_scores(prompt)
-        if not found.any():
-            return found
-        share = found / found.sum()
+        pairs = self._tables.request_scores(prompt)
+        if not pairs.any():
+            return pairs
+        share = pairs / pairs.sum()
         score: npt.NDArray[np.float64] = share - self._shares / self._prompts
         self._shares, self._prompts = self._shares + share, self._prompts + 1
         return score
@@ -137,20 +137,20 @@ class Rounds:
     def __init__(self, tables: Tables, worth: Worth | None = None) -> None:
         """worth: see `Affinity`."""
         self._tables, self._worth = tables, worth
-        self._served: set[int] = set()
+        self._workers_of_round: set[int] = set()
         """Workers that got a request in this round."""
 
     def __call__(self, workers: Mapping[int, WorkerLoad], prompt: Sequence[int] = ()) -> int:
-        waiting = [worker for worker in workers if worker not in self._served]
+        waiting = [worker for worker in workers if worker not in self._workers_of_round]
         if not waiting:
-            self._served.clear()
+            self._workers_of_round.clear()
             waiting = list(workers)
-        open_ones = {w: workers[w] for w in waiting}
-        scores = _of_workers(open_ones, self._tables.request_scores(prompt), self._worth)
+        candidates = {w: workers[w] for w in waiting}
+        scores = _of_workers(candidates, self._tables.request_scores(prompt), self._worth)
         best = max(scores.values(), default=0.0)
-        chosen = least_loaded({worker: workers[worker] for worker in waiting if scores[worker] == best})
-        self._served.add(chosen)
-        return chosen
+        worker_id = least_loaded({worker: workers[worker] for worker in waiting if scores[worker] == best})
+        self._workers_of_round.add(worker_id)
+        return worker_id
 
 
 def _of_workers(

@@ -42,26 +42,28 @@ class LinkLoads:
     """[H, H] mean (token, expert) pairs of tokens on host g that another rank's server on host h computes."""
     rows: FloatArray
     """[H, H] mean rows from host g to host h, if a row goes once to each server."""
-    once: FloatArray
+    rows_once_per_host: FloatArray
     """[H, H] mean rows from host g to host h, if a row goes once to each other host and is sent on there.
 
     The diagonal is that of `rows`.
     """
 
-    def sizes(self, row_bytes: float, once: bool = False) -> FloatArray:
+    def sizes(self, row_bytes: float, once_per_host: bool = False) -> FloatArray:
         """[H, H] bytes that host g sends to host h for a token: rows, and answers to the pairs of h's tokens.
 
-        once: a row goes once to each host. Answers are one row for each pair.
+        once_per_host: a row goes once to each host. Answers are one row for each pair.
 
         Example: a token on host 0 sends one row of 8 bytes to host 1, which computes 2 pairs -> 8 bytes from
         0 to 1, and 16 from 1 to 0.
         """
-        found: FloatArray = ((self.once if once else self.rows) + self.pairs.T) * row_bytes
-        return found
+        num_bytes: FloatArray = (
+            (self.rows_once_per_host if once_per_host else self.rows) + self.pairs.T
+        ) * row_bytes
+        return num_bytes
 
-    def seconds(self, prices: FloatArray, row_bytes: float, once: bool = False) -> float:
+    def seconds(self, prices: FloatArray, row_bytes: float, once_per_host: bool = False) -> float:
         """Seconds that a token's bytes take on all links together. prices: [H, H] seconds of a byte."""
-        return float((self.sizes(row_bytes, once) * prices).sum())
+        return float((self.sizes(row_bytes, once_per_host) * prices).sum())
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class HostMap:
     """[S] index of the host of each server."""
     count: int
     """Number of hosts."""
-    beside: bool
+    workers_are_ranks: bool
     """Whether worker i is rank i, whose own server is server i."""
 
     @property
@@ -85,22 +87,24 @@ class HostMap:
         return len({*self.workers.tolist(), *self.servers.tolist()}) == 1
 
 
-def link_loads(found: SmallArray, own: SmallArray, there: HostMap) -> LinkLoads:
+def link_loads(pair_servers: SmallArray, token_workers: SmallArray, host_map: HostMap) -> LinkLoads:
     """The loads of the links for some tokens, at least one.
 
-    found: [t, layers, k] server of each pair. own: [t, layers] worker of each token.
+    pair_servers: [t, layers, k] server of each pair. token_workers: [t, layers] worker of each token.
 
     Example: a token on rank 0 has experts on ranks 0, 2, 3, 3. Ranks 2 and 3 are on host 1. Then 3 pairs and
     2 rows go from host 0 to host 1, and with `once` 1 row.
     """
-    tokens, layers, _ = found.shape
-    asked = np.zeros((tokens, layers, len(there.servers)), dtype=np.int64)
+    tokens, layers, _ = pair_servers.shape
+    num_pairs = np.zeros((tokens, layers, len(host_map.servers)), dtype=np.int64)
     token, layer = np.arange(tokens)[:, None, None], np.arange(layers)[None, :, None]
-    np.add.at(asked, (token, layer, found), 1)
-    if there.beside:
-        np.put_along_axis(asked, own[:, :, None].astype(np.int64), 0, axis=2)
-    every = np.eye(there.count)
-    here, on_host = every[there.workers[own]], every[there.servers]
-    pairs, rows = asked @ on_host, (asked > 0) @ on_host
-    once = np.where(here > 0, rows, rows > 0)
-    return LinkLoads(*(np.einsum("tlg,tlh->gh", here, each) / tokens for each in (pairs, rows, once)))
+    np.add.at(num_pairs, (token, layer, pair_servers), 1)
+    if host_map.workers_are_ranks:
+        np.put_along_axis(num_pairs, token_workers[:, :, None].astype(np.int64), 0, axis=2)
+    one_hot = np.eye(host_map.count)
+    on_own_host, on_host = one_hot[host_map.workers[token_workers]], one_hot[host_map.servers]
+    pairs, rows = num_pairs @ on_host, (num_pairs > 0) @ on_host
+    host_rows = np.where(on_own_host > 0, rows, rows > 0)
+    return LinkLoads(
+        *(np.einsum("tlg,tlh->gh", on_own_host, each) / tokens for each in (pairs, rows, host_rows))
+    )

@@ -41,20 +41,20 @@ def homes_in(placement: Placement, layers: Sequence[int]) -> SmallArray:
     """[layers, E, copies] the ranks with a copy of each expert, padded with -1. layers: their numbers in
     the model."""
     tables = [placement.table(layer) for layer in layers]
-    most = max(table.shape[1] for table in tables)
-    padded = [np.pad(t, ((0, 0), (0, most - t.shape[1])), constant_values=-1) for t in tables]
-    return np.stack(padded).astype(np.int16)
+    max_copies = max(table.shape[1] for table in tables)
+    padded_tables = [np.pad(t, ((0, 0), (0, max_copies - t.shape[1])), constant_values=-1) for t in tables]
+    return np.stack(padded_tables).astype(np.int16)
 
 
 def hosts(
-    experts: SmallArray, homes: SmallArray, own: SmallArray, prices: FloatArray | None = None
+    experts: SmallArray, homes: SmallArray, own_ranks: SmallArray, prices: FloatArray | None = None
 ) -> SmallArray:
     """[t, layers, k] the rank that computes each pair: the token's own rank if it has a copy of the expert.
 
     Otherwise token i uses copy i modulo the number of copies, which divides tokens evenly. experts:
-    [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own: [t, layers] the rank
+    [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own_ranks: [t, layers] the rank
     of each token. prices: [R, R] of the link from each rank to each rank's server; only copies with the
-    lowest price count then. With workers that are no ranks it is [W, R], and `own` names workers. None: all
+    lowest price count then. With workers that are no ranks it is [W, R], and `own_ranks` names workers. None: all
     links are alike.
     """
     found = np.empty(experts.shape, dtype=np.int16)
@@ -65,9 +65,9 @@ def hosts(
             found[:, layer] = table[chosen, 0]
             continue
         if prices is not None:
-            found[:, layer] = _cheapest(table[chosen], prices[own[:, layer]], turns)
+            found[:, layer] = _cheapest(table[chosen], prices[own_ranks[:, layer]], turns)
             continue
-        mine = own[:, layer, None]
+        mine = own_ranks[:, layer, None]
         here = (table[chosen] == mine[:, :, None]).any(axis=2)
         copies = (table >= 0).sum(axis=1)
         found[:, layer] = np.where(here, mine, table[chosen, turns % copies[chosen]])
@@ -158,7 +158,7 @@ def request_ranks(
       - `affinity` gives 0, 0, 1, 1. The third prompt has 70 % on rank 0, less than 73 %, the mean of 50, 90
         and 80 %.
     """
-    values = centred(scores) if rule == "affinity" else scores
+    values = center_scores(scores) if rule == "affinity" else scores
     values = values if worth is None else values @ worth
     ranks = values.shape[1]
     counts, tokens = np.zeros(ranks, dtype=np.int64), np.zeros(ranks)
@@ -174,31 +174,31 @@ def request_ranks(
     return found
 
 
-def centred(scores: FloatArray) -> FloatArray:
+def center_scores(scores: FloatArray) -> FloatArray:
     """[r, ranks] shares of each request minus the mean of an even request and those before; 0 without
     scores."""
     total, ranks = scores.sum(axis=1, keepdims=True), scores.shape[1]
     shares = np.divide(scores, total, out=np.zeros(scores.shape), where=total > 0)
     sums = np.cumsum(shares, axis=0) - shares + 1 / ranks
     prompts = np.cumsum(total > 0, axis=0) - (total > 0) + 1
-    found: FloatArray = np.where(total > 0, shares - sums / prompts.reshape(-1, 1), 0.0)
-    return found
+    centred_shares: FloatArray = np.where(total > 0, shares - sums / prompts.reshape(-1, 1), 0.0)
+    return centred_shares
 
 
 # ---- measures
 
 
-def local_activation_rate(hosts: SmallArray, own: SmallArray) -> FloatArray:
+def local_activation_rate(hosts: SmallArray, own_ranks: SmallArray) -> FloatArray:
     """[layers] share of (token, expert) pairs that have the expert on the token's own rank.
 
-    All layers have the same number of pairs, so the mean is the overall rate. hosts: [t, layers, k]. own:
+    All layers have the same number of pairs, so the mean is the overall rate. hosts: [t, layers, k]. own_ranks:
     [t, layers]. Raises ConfigError if there are no tokens.
 
     Example: a token on rank 1 with experts on ranks 1 1 0 0 -> 0.5.
     """
-    if not len(own):
+    if not len(own_ranks):
         raise ConfigError.field("requests to measure on", 0, "1 or more")
-    rate: FloatArray = (hosts == own[:, :, None]).mean(axis=(0, 2))
+    rate: FloatArray = (hosts == own_ranks[:, :, None]).mean(axis=(0, 2))
     return rate
 
 
@@ -208,22 +208,22 @@ def rank_loads(hosts: SmallArray, ranks: int) -> IntArray:
     return np.stack(rows).astype(np.int64)
 
 
-def remote_ranks(hosts: SmallArray, own: SmallArray) -> FloatArray:
+def remote_ranks(hosts: SmallArray, own_ranks: SmallArray) -> FloatArray:
     """[layers] mean number of other ranks with experts of a token. Each rank counts once per token.
 
     Example: a token on rank 1 with experts on ranks 1 0 0 2 -> 2.
     """
-    ordered = np.sort(hosts, axis=2)
-    new = np.ones(ordered.shape, dtype=np.bool_)
-    new[:, :, 1:] = ordered[:, :, 1:] != ordered[:, :, :-1]
-    count: FloatArray = (new & (ordered != own[:, :, None])).sum(axis=2).mean(axis=0)
+    sorted_hosts = np.sort(hosts, axis=2)
+    new = np.ones(sorted_hosts.shape, dtype=np.bool_)
+    new[:, :, 1:] = sorted_hosts[:, :, 1:] != sorted_hosts[:, :, :-1]
+    count: FloatArray = (new & (sorted_hosts != own_ranks[:, :, None])).sum(axis=2).mean(axis=0)
     return count
 
 
 def balancedness(loads: IntArray) -> FloatArray:
     """[layers] mean / max of loads [layers, ranks]. 1 means perfectly even. Example: 3 1 -> 2 / 3."""
-    most = loads.max(axis=1)
-    return np.where(most > 0, loads.mean(axis=1) / np.maximum(most, 1), 1.0)
+    peak = loads.max(axis=1)
+    return np.where(peak > 0, loads.mean(axis=1) / np.maximum(peak, 1), 1.0)
 
 
 def max_over_median(loads: IntArray) -> FloatArray:
@@ -231,10 +231,10 @@ def max_over_median(loads: IntArray) -> FloatArray:
 
     1 means perfectly even. It is infinite if only the median is 0, and 1 without load. Example: 6 2 1 -> 3.
     """
-    most, median = loads.max(axis=1).astype(np.float64), np.median(loads, axis=1)
+    peak, median = loads.max(axis=1).astype(np.float64), np.median(loads, axis=1)
     ratio = np.full(len(loads), np.inf)
-    np.divide(most, median, out=ratio, where=median > 0)
-    return np.where(most > 0, ratio, 1.0)
+    np.divide(peak, median, out=ratio, where=median > 0)
+    return np.where(peak > 0, ratio, 1.0)
 
 
 @dataclass(frozen=True)
@@ -283,21 +283,25 @@ class Locality:
 
 
 def measure(
-    experts: SmallArray, homes: SmallArray, own: SmallArray, ranks: int, prices: FloatArray | None = None
+    experts: SmallArray,
+    homes: SmallArray,
+    own_ranks: SmallArray,
+    ranks: int,
+    prices: FloatArray | None = None,
 ) -> Locality:
     """All measures of a placement for some tokens.
 
-    experts: [t, layers, k] choices of each token. homes: [layers, E, copies] ranks of each expert. own:
+    experts: [t, layers, k] choices of each token. homes: [layers, E, copies] ranks of each expert. own_ranks:
     [t, layers] or [t] the rank of each token. prices: see `hosts`. Raises ConfigError if there are no tokens.
     """
-    if own.ndim == 1:
-        own = np.broadcast_to(own[:, None], experts.shape[:2])
-    found = hosts(experts, homes, own, prices)
+    if own_ranks.ndim == 1:
+        own_ranks = np.broadcast_to(own_ranks[:, None], experts.shape[:2])
+    pair_ranks = hosts(experts, homes, own_ranks, prices)
     return Locality(
-        activation=local_activation_rate(found, own),
-        loads=rank_loads(found, ranks),
-        tokens=rank_loads(own[:, :, None], ranks),
-        distinct=remote_ranks(found, own),
+        activation=local_activation_rate(pair_ranks, own_ranks),
+        loads=rank_loads(pair_ranks, ranks),
+        tokens=rank_loads(own_ranks[:, :, None], ranks),
+        distinct=remote_ranks(pair_ranks, own_ranks),
         top_k=experts.shape[2],
     )
 

@@ -66,11 +66,13 @@ class Verdict:
     """Predicted seconds that the new placement saves over the horizon."""
     cost: float
     """Predicted seconds that the busiest server needs for its copies."""
-    why_not: str = ""
+    reason: str = ""
     """Why nothing is swapped. Empty: it is."""
 
 
-def judge(before: Forecast, after: Forecast, moves: int, move_bytes: int, traffic: Traffic) -> Verdict:
+def judge(
+    old_forecast: Forecast, new_forecast: Forecast, moves: int, move_bytes: int, traffic: Traffic
+) -> Verdict:
     """Weigh a new placement against the present one.
 
     moves: number of copies to load. move_bytes: bytes for the server with the most copies to load.
@@ -78,27 +80,27 @@ def judge(before: Forecast, after: Forecast, moves: int, move_bytes: int, traffi
     Example: the critical load falls by a quarter, servers are busy for 40 % of 300 s, and nothing else
     changes. The gain is 30 s. 8 GiB at 1 GiB/s cost 8 s, so with margin 2 the placement is swapped.
     """
-    even = 1 - after.critical / before.critical if before.critical else 0.0
-    saved = _link_seconds(before, traffic) - _link_seconds(after, traffic)
-    gain = gain_seconds(even, traffic.busy, traffic.horizon)
-    gain += saved * traffic.tokens_per_second * traffic.horizon
+    balance_gain = 1 - new_forecast.critical / old_forecast.critical if old_forecast.critical else 0.0
+    saved_seconds = _link_seconds(old_forecast, traffic) - _link_seconds(new_forecast, traffic)
+    gain = gain_seconds(balance_gain, traffic.busy, traffic.horizon)
+    gain += saved_seconds * traffic.tokens_per_second * traffic.horizon
     gain += 0.0  # -0.0 would be shown with its sign
     cost = move_bytes / traffic.copies
-    why = ""
+    reason = ""
     if not moves:
-        why = "the solver found the same placement"
+        reason = "the solver found the same placement"
     elif gain <= traffic.margin * cost:
-        why = (
+        reason = (
             f"a gain of {gain:.3g} s in {traffic.horizon:.0f} s is not more than {traffic.margin:g} times "
             f"the {cost:.3g} s that the moves take"
         )
-    return Verdict(gain, cost, why)
+    return Verdict(gain, cost, reason)
 
 
 def _link_seconds(forecast: Forecast, traffic: Traffic) -> float:
     """Seconds that the remote bytes of a token take on the links."""
-    found = forecast.link_seconds
-    return forecast.remote_bytes / traffic.link if found is None else found
+    link_seconds = forecast.link_seconds
+    return forecast.remote_bytes / traffic.link if link_seconds is None else link_seconds
 
 
 class SolveRule:

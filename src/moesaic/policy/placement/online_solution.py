@@ -25,8 +25,8 @@ from moesaic.policy.placement.locality import (
 )
 from moesaic.policy.placement.online import Forecast
 from moesaic.policy.placement.solvers import SOLVERS
-from moesaic.policy.placement.solvers.align import numbered_like
-from moesaic.policy.placement.solvers.priced import priced
+from moesaic.policy.placement.solvers.align import match_numbers
+from moesaic.policy.placement.solvers.link_aware import solve_for_links
 
 SHARE = 0.75
 """Share of the recorded requests that the solver sees. The forecasts are made on the others."""
@@ -65,9 +65,9 @@ class Solution:
     placement: Placement
     """The same with the further copies that the fleet should have."""
     tables: Tables
-    before: Forecast
+    old_forecast: Forecast
     """The present placement and tables, on requests that the solver did not see."""
-    after: Forecast
+    new_forecast: Forecast
 
 
 def solve(
@@ -84,46 +84,48 @@ def solve(
     tables: those by which requests are dispatched now; None: by load. rule: how tables dispatch requests.
     The ranks are numbered so that as many experts as possible stay where they are.
     """
-    learned, held_out = profile.routes.split(SHARE, seed)
-    known = profile.with_routes(learned)
+    train_routes, test_routes = profile.routes.split(SHARE, seed)
+    train_profile = profile.with_routes(train_routes)
     ranks = len(fleet.ranks)
-    found = SOLVERS[solver](known, ranks, seed)
-    found = _numbered_like(found, present, profile.layers, fleet)
+    clusters = SOLVERS[solver](train_profile, ranks, seed)
+    clusters = _renumber_ranks(clusters, present, profile.layers, fleet)
     if fleet.prices:
-        found = priced(known, found, np.array(fleet.prices)[:, :ranks], seed)
-    homes = _on_servers(found, profile, fleet, present.version + 1)
+        clusters = solve_for_links(train_profile, clusters, np.array(fleet.prices)[:, :ranks], seed)
+    homes = _on_servers(clusters, profile, fleet, present.version + 1)
     least = min(fleet.min_replicas, len(fleet.capacities))
     placement = around_homes.place(
         *(homes, profile.loads, profile.layers, fleet.capacities, fleet.redundant, least),
         hosts=dict(zip(fleet.servers, fleet.hosts, strict=False)),
     )
-    made = predict.build(known, found)
-    usable = tables if tables is not None and tables.ranks == ranks else None
+    new_tables = predict.build(train_profile, clusters)
+    old_tables = tables if tables is not None and tables.ranks == ranks else None
     return Solution(
         homes=homes,
         placement=placement,
-        tables=made,
-        before=_forecast(present, usable, profile, held_out, fleet, rule),
-        after=_forecast(placement, made, profile, held_out, fleet, rule),
+        tables=new_tables,
+        old_forecast=_forecast(present, old_tables, profile, test_routes, fleet, rule),
+        new_forecast=_forecast(placement, new_tables, profile, test_routes, fleet, rule),
     )
 
 
-def _numbered_like(found: Coclusters, present: Placement, layers: Sequence[int], fleet: Fleet) -> Coclusters:
-    """`found` with its ranks numbered as the servers that hold most of their experts now."""
-    before = np.full((len(fleet.ranks), *found.experts.shape), False)
+def _renumber_ranks(
+    clusters: Coclusters, present: Placement, layers: Sequence[int], fleet: Fleet
+) -> Coclusters:
+    """`clusters` with its ranks numbered as the servers that hold most of their experts now."""
+    had_expert = np.full((len(fleet.ranks), *clusters.experts.shape), False)
     for rank, server in enumerate(fleet.ranks):
         for row, layer in enumerate(layers):
-            before[rank, row, list(present.experts_of(server, layer))] = True
-    numbers = numbered_like(found.experts, before)
-    return replace(found, experts=numbers[found.experts], tokens=numbers[found.tokens])
+            had_expert[rank, row, list(present.experts_of(server, layer))] = True
+    numbers = match_numbers(clusters.experts, had_expert)
+    return replace(clusters, experts=numbers[clusters.experts], tokens=numbers[clusters.tokens])
 
 
-def _on_servers(found: Coclusters, profile: Profile, fleet: Fleet, version: int) -> Placement:
-    held = {
+def _on_servers(clusters: Coclusters, profile: Profile, fleet: Fleet, version: int) -> Placement:
+    experts_by_layer = {
         layer: {server: np.flatnonzero(row == rank).tolist() for rank, server in enumerate(fleet.ranks)}
-        for layer, row in zip(profile.layers, found.experts, strict=True)
+        for layer, row in zip(profile.layers, clusters.experts, strict=True)
     }
-    return Placement(version, profile.num_experts, held, profile.model)
+    return Placement(version, profile.num_experts, experts_by_layer, profile.model)
 
 
 def _forecast(
@@ -133,30 +135,34 @@ def _forecast(
     ranks, servers = len(fleet.ranks), fleet.servers
     prices = np.array(fleet.prices) if fleet.prices else None
     worth = None if prices is None else worth_of(prices[:, :ranks])
-    own = (np.arange(routes.requests) % ranks).astype(np.int16)
+    own_ranks = (np.arange(routes.requests) % ranks).astype(np.int16)
     if tables is not None:
         scores = request_scores(tables.scores.astype(np.float64), routes)
-        own = request_ranks(scores, np.diff(routes.starts), rule, worth)
+        own_ranks = request_ranks(scores, np.diff(routes.starts), rule, worth)
     homes = _indices(homes_in(placement, profile.layers), servers)
-    own = own[routes.owners]
-    found = measure(routes.experts, homes, own, len(servers), prices)
+    own_ranks = own_ranks[routes.owners]
+    locality = measure(routes.experts, homes, own_ranks, len(servers), prices)
     capacity = np.array([fleet.capacities[server] for server in servers])
     return Forecast(
-        local=found.rate,
-        remote_bytes=found.remote_bytes(profile.hidden, NUMBER_BYTES),
-        critical=float((found.loads / capacity).max(axis=1).sum()),
-        balancedness=float(balancedness(found.loads).mean()),
-        link_seconds=None if prices is None else _link_seconds(routes, homes, own, prices, profile.hidden),
+        local=locality.rate,
+        remote_bytes=locality.remote_bytes(profile.hidden, NUMBER_BYTES),
+        critical=float((locality.loads / capacity).max(axis=1).sum()),
+        balancedness=float(balancedness(locality.loads).mean()),
+        link_seconds=None
+        if prices is None
+        else _link_seconds(routes, homes, own_ranks, prices, profile.hidden),
     )
 
 
 def _link_seconds(
-    routes: Routes, homes: SmallArray, own: SmallArray, prices: FloatArray, hidden: int
+    routes: Routes, homes: SmallArray, own_ranks: SmallArray, prices: FloatArray, hidden: int
 ) -> float:
-    """Seconds that the rows of a token's remote pairs take there and back. own: [t] rank of each token."""
-    each = np.broadcast_to(own[:, None], routes.experts.shape[:2])
-    asked = hosts(routes.experts, homes, each, prices)
-    return float(prices[own[:, None, None], asked].sum() / len(own)) * 2 * hidden * NUMBER_BYTES
+    """Seconds that the rows of a token's remote pairs take there and back. own_ranks: [t] rank of each token."""
+    ranks_by_layer = np.broadcast_to(own_ranks[:, None], routes.experts.shape[:2])
+    pair_ranks = hosts(routes.experts, homes, ranks_by_layer, prices)
+    return (
+        float(prices[own_ranks[:, None, None], pair_ranks].sum() / len(own_ranks)) * 2 * hidden * NUMBER_BYTES
+    )
 
 
 def _indices(homes: SmallArray, servers: Sequence[int]) -> SmallArray:
@@ -166,6 +172,6 @@ def _indices(homes: SmallArray, servers: Sequence[int]) -> SmallArray:
     """
     places = np.full(max(NO_SERVER, int(homes.max()), *servers) + 2, NO_SERVER, dtype=np.int16)
     places[list(servers)] = np.arange(len(servers))
-    found = places[homes]  # NOBODY, -1, reads the last entry, which is NOBODY
-    order = np.argsort(found == NO_SERVER, axis=2, kind="stable")
-    return np.take_along_axis(found, order, axis=2)
+    indices = places[homes]  # NOBODY, -1, reads the last entry, which is NOBODY
+    order = np.argsort(indices == NO_SERVER, axis=2, kind="stable")
+    return np.take_along_axis(indices, order, axis=2)

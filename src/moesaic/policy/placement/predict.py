@@ -69,7 +69,7 @@ def shares(counts: Counts, owners: AnyIntArray, ranks: int) -> FloatArray:
     vocab_size = len(counts.starts) - 1
     keys = counts.tokens * ranks + owners[counts.experts]
     pairs = np.bincount(keys, weights=counts.counts, minlength=vocab_size * ranks)
-    return _normalised(pairs.reshape(vocab_size, ranks))
+    return _normalize(pairs.reshape(vocab_size, ranks))
 
 
 def device(experts: AnyIntArray, owners: AnyIntArray, ranks: int) -> IntArray:
@@ -123,12 +123,12 @@ def _two_grams(profile: Profile, clusters: Coclusters) -> tuple[IntArray, FloatA
         keys = (past[layer - 2] * ranks + past[layer - 1])[:, None] * ranks
         keys = keys + clusters.experts[layer][experts[:, layer]]
         pairs = np.bincount(keys.ravel(), minlength=ranks**3).reshape(ranks**2, ranks)
-        share = _normalised(pairs)
+        share = _normalize(pairs)
         after[layer], confidence[layer] = share.argmax(axis=1), share.max(axis=1)
     return after, confidence
 
 
-def _normalised(pairs: npt.NDArray[Any]) -> FloatArray:
+def _normalize(pairs: npt.NDArray[Any]) -> FloatArray:
     """Counted pairs [n, ranks] as shares that sum to 1. An empty row gets the shares of all rows together."""
     average = pairs.sum(axis=0) if pairs.any() else np.ones(pairs.shape[1])
     rows = np.where(pairs.any(axis=1, keepdims=True), pairs, average)

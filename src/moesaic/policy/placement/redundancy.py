@@ -42,19 +42,23 @@ def place(
     prices: [R, R] seconds of a byte from each rank to each rank's server. None: all links are alike. Raises
     ConfigError if `redundant` exceeds the copies that are possible, one of each expert on each rank.
     """
-    made = clusters.placement(profile.layers, profile.model, tables)
-    most = profile.num_experts * (clusters.ranks - 1)
-    if not 0 <= redundant <= most:
-        raise ConfigError.field("--redundant-experts", redundant, f"0 to {most}: each expert once on a rank")
+    placement = clusters.placement(profile.layers, profile.model, tables)
+    max_redundant = profile.num_experts * (clusters.ranks - 1)
+    if not 0 <= redundant <= max_redundant:
+        raise ConfigError.field(
+            "--redundant-experts", redundant, f"0 to {max_redundant}: each expert once on a rank"
+        )
     if not redundant:
-        return made
+        return placement
     worth = np.eye(clusters.ranks) if prices is None else worth_of(prices)
-    held = {}
+    experts_by_layer = {}
     for row, layer in enumerate(profile.layers):
         home = clusters.experts[row][:, None] == np.arange(clusters.ranks)
-        found = copied(demand(profile, clusters, row), home, redundant, worth)
-        held[layer] = {rank: np.flatnonzero(column).tolist() for rank, column in enumerate(found.T)}
-    return replace(made, experts_by_layer=held)
+        has_copy = add_copies(demand(profile, clusters, row), home, redundant, worth)
+        experts_by_layer[layer] = {
+            rank: np.flatnonzero(column).tolist() for rank, column in enumerate(has_copy.T)
+        }
+    return replace(placement, experts_by_layer=experts_by_layer)
 
 
 def tables_of(profile: Profile, clusters: Coclusters, placement: Placement) -> Tables:
@@ -71,14 +75,16 @@ def demand(profile: Profile, clusters: Coclusters, layer: int) -> FloatArray:
     """[E, ranks] how often the tokens of each rank choose each expert. layer: counted from 0."""
     counts, size, ranks = profile.counts[layer], profile.num_experts, clusters.ranks
     keys = counts.experts.astype(np.int64) * ranks + clusters.tokens[layer][counts.tokens]
-    found = np.bincount(keys, counts.counts, minlength=size * ranks)
-    return found.reshape(size, ranks).astype(np.float64)
+    num_choices = np.bincount(keys, counts.counts, minlength=size * ranks)
+    return num_choices.reshape(size, ranks).astype(np.float64)
 
 
-def copied(wanted: FloatArray, home: BoolArray, redundant: int, worth: FloatArray | None = None) -> BoolArray:
+def add_copies(
+    rank_choices: FloatArray, home: BoolArray, redundant: int, worth: FloatArray | None = None
+) -> BoolArray:
     """[E, N] True where a rank has the expert, after `redundant` copies were added.
 
-    wanted: [E, N] from `demand`. home: [E, N] the placement before. worth: [N, N] of `link_prices.worth_of`.
+    rank_choices: [E, N] from `demand`. home: [E, N] the placement before. worth: [N, N] of `link_prices.worth_of`.
     None: only choices on the token's own rank count.
 
     Example: experts 0 and 1 are on rank 0, 2 and 3 on rank 1. wanted is 5 4, 5 0, 0 1, 0 5, so loads are 14
@@ -86,34 +92,38 @@ def copied(wanted: FloatArray, home: BoolArray, redundant: int, worth: FloatArra
     the largest.
     """
     worth = np.eye(home.shape[1]) if worth is None else worth
-    held = home.copy()
-    room = np.full(held.shape[1], -(-redundant // held.shape[1]))
+    has_copy = home.copy()
+    room = np.full(has_copy.shape[1], -(-redundant // has_copy.shape[1]))
     for _ in range(redundant):
-        expert, rank = divmod(int(_values(wanted, held, room > 0, worth).argmax()), held.shape[1])
-        held[expert, rank] = True
+        expert, rank = divmod(
+            int(_values(rank_choices, has_copy, room > 0, worth).argmax()), has_copy.shape[1]
+        )
+        has_copy[expert, rank] = True
         room[rank] -= 1
-    return held
+    return has_copy
 
 
-def _values(wanted: FloatArray, held: BoolArray, free: BoolArray, worth: FloatArray) -> FloatArray:
+def _values(rank_choices: FloatArray, has_copy: BoolArray, free: BoolArray, worth: FloatArray) -> FloatArray:
     """[E, N] value of one more copy of each expert on each rank, or minus infinity if it is not possible."""
-    carried, best = _carried(wanted, held, worth)
-    loads = carried.sum(axis=0)
-    values = np.full(held.shape, -np.inf)
+    rank_pairs, best = _route_choices(rank_choices, has_copy, worth)
+    loads = rank_pairs.sum(axis=0)
+    values = np.full(has_copy.shape, -np.inf)
     for rank in np.flatnonzero(free).tolist():
-        more = held.copy()
-        more[:, rank] = True
-        later, better = _carried(wanted, more, worth)
-        busiest = (loads - carried + later).max(axis=1)
-        values[:, rank] = (wanted * (better - best)).sum(axis=1) + loads.max() - busiest
-    values[held] = -np.inf
+        copies_after = has_copy.copy()
+        copies_after[:, rank] = True
+        pairs_after, better = _route_choices(rank_choices, copies_after, worth)
+        busiest = (loads - rank_pairs + pairs_after).max(axis=1)
+        values[:, rank] = (rank_choices * (better - best)).sum(axis=1) + loads.max() - busiest
+    values[has_copy] = -np.inf
     return values
 
 
-def _carried(wanted: FloatArray, held: BoolArray, worth: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _route_choices(
+    rank_choices: FloatArray, has_copy: BoolArray, worth: FloatArray
+) -> tuple[FloatArray, FloatArray]:
     """[E, N] choices of each expert that each rank computes, and [E, N] their worth by the tokens' rank."""
-    each = np.where(held[:, :, None], worth, -1.0)
-    best = each.max(axis=1)
-    asked = each == best[:, None, :]
-    carried: FloatArray = (asked * (wanted / asked.sum(axis=1))[:, None, :]).sum(axis=2)
-    return carried, best
+    worth_of_copies = np.where(has_copy[:, :, None], worth, -1.0)
+    best = worth_of_copies.max(axis=1)
+    is_best = worth_of_copies == best[:, None, :]
+    rank_pairs: FloatArray = (is_best * (rank_choices / is_best.sum(axis=1))[:, None, :]).sum(axis=2)
+    return rank_pairs, best

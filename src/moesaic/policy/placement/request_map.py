@@ -32,42 +32,48 @@ class RequestMap:
     neighbours_by_chance: float | None
 
 
-def map_requests(routes: Routes, num_experts: int, most: int = 1000) -> RequestMap | None:
-    """Map at most `most` requests, taken evenly.
+def map_requests(routes: Routes, num_experts: int, max_requests: int = 1000) -> RequestMap | None:
+    """Map at most `max_requests` requests, taken evenly.
 
     Requests without tokens are left out. None: nothing is left.
     """
-    filled = np.flatnonzero(np.diff(routes.starts))
-    if not len(filled):
+    nonempty_requests = np.flatnonzero(np.diff(routes.starts))
+    if not len(nonempty_requests):
         return None
-    routes = routes.select(filled[np.linspace(0, len(filled) - 1, min(most, len(filled))).astype(np.int64)])
-    chosen = _chosen(routes, num_experts)
-    centred = chosen - chosen.mean(axis=0)
+    routes = routes.select(
+        nonempty_requests[
+            np.linspace(0, len(nonempty_requests) - 1, min(max_requests, len(nonempty_requests))).astype(
+                np.int64
+            )
+        ]
+    )
+    expert_shares = _count_expert_shares(routes, num_experts)
+    centred = expert_shares - expert_shares.mean(axis=0)
     values, vectors = np.linalg.eigh(centred @ centred.T)
     plane = vectors[:, ::-1][:, :2] * np.sqrt(np.maximum(values[::-1][:2], 0))
     plane = np.pad(plane, ((0, 0), (0, 2 - plane.shape[1])))
     plane *= np.where(plane[np.abs(plane).argmax(axis=0), [0, 1]] < 0, -1, 1)  # one of two mirror images
-    found, chance = _neighbours(chosen, routes.topics)
+    same_topic, chance = _neighbours(expert_shares, routes.topics)
     points = tuple((x, y) for x, y in plane.tolist())
-    return RequestMap(points, tuple(routes.topics.tolist()), found, chance)
+    return RequestMap(points, tuple(routes.topics.tolist()), same_topic, chance)
 
 
-def _chosen(routes: Routes, num_experts: int) -> FloatArray:
+def _count_expert_shares(routes: Routes, num_experts: int) -> FloatArray:
     """[r, layers * E] share of each request's choices that fall on each expert of each layer."""
     size = routes.requests * num_experts
-    found = []
+    counts = []
     for layer in range(routes.experts.shape[1]):
         keys = routes.owners[:, None] * num_experts + routes.experts[:, layer]
-        found.append(np.bincount(keys.ravel(), minlength=size).reshape(-1, num_experts))
-    rows = np.concatenate(found, axis=1).astype(np.float64)
+        counts.append(np.bincount(keys.ravel(), minlength=size).reshape(-1, num_experts))
+    rows = np.concatenate(counts, axis=1).astype(np.float64)
     shares: FloatArray = rows / rows.sum(axis=1, keepdims=True)
     return shares
 
 
-def _neighbours(chosen: FloatArray, topics: npt.NDArray[Any]) -> tuple[float | None, float | None]:
+def _neighbours(expert_shares: FloatArray, topics: npt.NDArray[Any]) -> tuple[float | None, float | None]:
     """How often a request has the topic of its nearest request, and how often that of any other request."""
-    said = topics != NO_TOPIC
-    rows, topics = chosen[said], topics[said].astype(np.int64)
+    has_topic = topics != NO_TOPIC
+    rows, topics = expert_shares[has_topic], topics[has_topic].astype(np.int64)
     sizes = np.bincount(topics)
     if np.count_nonzero(sizes) < 2:
         return None, None

@@ -91,21 +91,26 @@ def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: in
     """
     if routes.requests < 2:
         return None
-    learned, asked = routes.split(min(share, 1 - 1 / routes.requests), seed)
-    if not len(learned.tokens) or not len(asked.tokens):
+    train_routes, test_routes = routes.split(min(share, 1 - 1 / routes.requests), seed)
+    if not len(train_routes.tokens) or not len(test_routes.tokens):
         return None
-    known = profile.with_routes(learned)
-    by_rank = predict_ranks(known, asked, ranks)
+    train_profile = profile.with_routes(train_routes)
+    by_rank = predict_ranks(train_profile, test_routes, ranks)
     layers = tuple(
         LayerPrediction(
             number,
-            static_top(known.counts[index], asked.tokens, asked.experts[:, index], profile.num_experts),
-            look_back(learned.experts, asked.experts, index, profile.num_experts),
+            static_top(
+                train_profile.counts[index],
+                test_routes.tokens,
+                test_routes.experts[:, index],
+                profile.num_experts,
+            ),
+            look_back(train_routes.experts, test_routes.experts, index, profile.num_experts),
             by_rank[index],
         )
         for index, number in enumerate(profile.layers)
     )
-    return Prediction(learned.requests, asked.requests, ranks, layers)
+    return Prediction(train_routes.requests, test_routes.requests, ranks, layers)
 
 
 def static_top(
@@ -124,64 +129,68 @@ def static_top(
     """
     vocab_size, k = len(counts.starts) - 1, experts.shape[1]
     top = hottest(counts, k)
-    later = Counts.from_pairs(tokens, experts, vocab_size, num_experts)
-    shared = np.intersect1d(counts.known_tokens, later.known_tokens)
-    found = (later.experts[:, None] == top[later.tokens]).any(axis=1)
-    right = np.bincount(later.tokens, found, minlength=vocab_size)[shared]
-    chosen = np.diff(later.starts)[shared]
+    test_counts = Counts.from_pairs(tokens, experts, vocab_size, num_experts)
+    common_ids = np.intersect1d(counts.known_tokens, test_counts.known_tokens)
+    is_hit = (test_counts.experts[:, None] == top[test_counts.tokens]).any(axis=1)
+    num_hits = np.bincount(test_counts.tokens, is_hit, minlength=vocab_size)[common_ids]
+    num_chosen = np.diff(test_counts.starts)[common_ids]
     return Static(
-        precision=_mean(right / k), f1=_mean(2 * right / (k + chosen)), hits=_mean(hits(top[tokens], experts))
+        precision=_mean(num_hits / k),
+        f1=_mean(2 * num_hits / (k + num_chosen)),
+        hits=_mean(hits(top[tokens], experts)),
     )
 
 
-def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: int) -> tuple[float, ...]:
+def look_back(
+    train_experts: SmallArray, test_experts: SmallArray, layer: int, num_experts: int
+) -> tuple[float, ...]:
     """Accuracies of predictions from 0, 1, 2, ... earlier layers, for layer `layer`, counted from 0.
 
-    learned, asked: [t, layers, k] experts of two sets of tokens. A past that was never seen is shortened by
+    learned, test_experts: [t, layers, k] experts of two sets of tokens. A past that was never seen is shortened by
     its earliest layer until it was seen.
     """
-    k = learned.shape[2]
-    now, past = learned[:, layer], np.zeros(len(learned), dtype=np.int64)
-    asked_past = np.zeros(len(asked), dtype=np.int64)
-    predicted = np.empty((len(asked), k), dtype=np.int16)
+    k = train_experts.shape[2]
+    train_layer, past = train_experts[:, layer], np.zeros(len(train_experts), dtype=np.int64)
+    test_past = np.zeros(len(test_experts), dtype=np.int64)
+    predicted_experts = np.empty((len(test_experts), k), dtype=np.int16)
     accuracies = []
     for back in range(min(LAYERS_BACK, layer) + 1):
         if back:
-            past = past * num_experts + learned[:, layer - back, 0]
-            asked_past = asked_past * num_experts + asked[:, layer - back, 0]
-        pasts, which = np.unique(past, return_inverse=True)
-        common = hottest(Counts.from_pairs(which, now, len(pasts), num_experts), k)
-        place = np.minimum(np.searchsorted(pasts, asked_past), len(pasts) - 1)
-        seen = pasts[place] == asked_past
-        predicted[seen] = common[place[seen]]
-        accuracies.append(_mean(hits(predicted, asked[:, layer])))
+            past = past * num_experts + train_experts[:, layer - back, 0]
+            test_past = test_past * num_experts + test_experts[:, layer - back, 0]
+        pasts, past_index = np.unique(past, return_inverse=True)
+        common = hottest(Counts.from_pairs(past_index, train_layer, len(pasts), num_experts), k)
+        place = np.minimum(np.searchsorted(pasts, test_past), len(pasts) - 1)
+        is_known = pasts[place] == test_past
+        predicted_experts[is_known] = common[place[is_known]]
+        accuracies.append(_mean(hits(predicted_experts, test_experts[:, layer])))
     return tuple(accuracies)
 
 
-def predict_ranks(known: Profile, asked: Routes, ranks: int) -> list[RankPrediction]:
+def predict_ranks(train_profile: Profile, test_routes: Routes, ranks: int) -> list[RankPrediction]:
     """Measure the rank predictions of each layer.
 
     Experts are in consecutive ranges. Each token id is on the rank with most of its choices.
     """
-    clusters = vanilla.solve(known, ranks)
-    tables = build(known, clusters)
+    clusters = vanilla.solve(train_profile, ranks)
+    tables = build(train_profile, clusters)
     blind = replace(tables, confidence=np.zeros_like(tables.confidence))
     past: list[IntArray] = []
-    found = []
+    predictions = []
     for layer, owners in enumerate(clusters.experts):
-        homes = owners[asked.experts[:, layer]]
+        homes = owners[test_routes.experts[:, layer]]
         history = np.stack(past[-2:], axis=1) if layer >= 2 else None
-        busiest = np.bincount(owners, known.loads[layer], minlength=ranks).argmax()
+        busiest = np.bincount(owners, train_profile.loads[layer], minlength=ranks).argmax()
         answers = (
             np.full(len(homes), busiest),
-            predict(tables, layer, asked.tokens)[0],
-            predict(blind, layer, asked.tokens, history)[0],
-            predict(tables, layer, asked.tokens, history)[0],
+            predict(tables, layer, test_routes.tokens)[0],
+            predict(blind, layer, test_routes.tokens, history)[0],
+            predict(tables, layer, test_routes.tokens, history)[0],
         )
-        past.append(device(asked.experts[:, layer], owners, ranks))
+        past.append(device(test_routes.experts[:, layer], owners, ranks))
         shares_there = [_mean((homes == answer[:, None]).mean(axis=1)) for answer in (*answers, past[-1])]
-        found.append(RankPrediction(*shares_there))
-    return found
+        predictions.append(RankPrediction(*shares_there))
+    return predictions
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float:

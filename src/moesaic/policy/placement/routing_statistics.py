@@ -99,11 +99,11 @@ class Statistics:
 def describe(profile: Profile, routes: Routes) -> Statistics:
     """Compute the statistics. routes: the profile's own, or a part of them if there are many."""
     layers = tuple(_layer(profile, routes, index) for index in range(len(profile.layers)))
-    known = np.unique(np.concatenate([counts.known_tokens for counts in profile.counts]))
+    token_ids = np.unique(np.concatenate([counts.known_tokens for counts in profile.counts]))
     return Statistics(
         model=profile.model,
         tokens=profile.tokens,
-        token_ids=len(known),
+        token_ids=len(token_ids),
         requests=routes.requests,
         vocab_size=profile.vocab_size,
         num_experts=profile.num_experts,
@@ -131,7 +131,7 @@ def _layer(profile: Profile, routes: Routes, index: int) -> LayerStatistics:
     loads = profile.loads[index]
     longest = int(np.diff(routes.starts).max(initial=0))
     top, rest = hotness(counts, k)
-    partners, by_chance = co_activation(together(experts, size), loads, k)
+    partners, by_chance = co_activation(count_coactivations(experts, size), loads, k)
     return LayerStatistics(
         layer=profile.layers[index],
         loads=tuple((np.sort(loads)[::-1] / max(loads.mean(), 1e-9)).tolist()),
@@ -143,7 +143,7 @@ def _layer(profile: Profile, routes: Routes, index: int) -> LayerStatistics:
         partners=partners,
         partners_by_chance=by_chance,
         repeated=tuple(repeated(routes, index, distance) for distance in DISTANCES if distance < longest),
-        repeated_by_chance=_repeated_by_chance(loads, k),
+        repeated_by_chance=_chance_of_repeat(loads, k),
     )
 
 
@@ -171,18 +171,18 @@ def hottest(counts: Counts, k: int) -> SmallArray:
 def _hottest_first(counts: Counts) -> tuple[IntArray, IntArray]:
     """[m] order of the entries by falling count within each token id, and [m] the position of each within
     its id."""
-    most = int(counts.counts.max(initial=0))
-    order = np.argsort(counts.tokens * (most + 1) + most - counts.counts, kind="stable")
+    max_count = int(counts.counts.max(initial=0))
+    order = np.argsort(counts.tokens * (max_count + 1) + max_count - counts.counts, kind="stable")
     return order, np.arange(len(order)) - counts.starts[counts.tokens]
 
 
-def hits(predicted: SmallArray, experts: SmallArray) -> FloatArray:
+def hits(predicted_experts: SmallArray, experts: SmallArray) -> FloatArray:
     """[n] share of each row's experts [n, k] that are among the predicted ones [n, m]."""
-    right = np.zeros(experts.shape, dtype=np.bool_)
-    for column in predicted.T:
-        right |= experts == column[:, None]
-    found: FloatArray = right.sum(axis=1) / experts.shape[1]
-    return found
+    is_hit = np.zeros(experts.shape, dtype=np.bool_)
+    for column in predicted_experts.T:
+        is_hit |= experts == column[:, None]
+    share: FloatArray = is_hit.sum(axis=1) / experts.shape[1]
+    return share
 
 
 def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
@@ -194,11 +194,11 @@ def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
     ranked = counts.counts[order]
     size = len(counts.starts) - 1
     total = np.bincount(counts.tokens, counts.counts, minlength=size)[counts.known_tokens]
-    top, rest = (
+    top, next_share = (
         np.bincount(counts.tokens[part], ranked[part], minlength=size)[counts.known_tokens] / total
         for part in (place < k, place == k)
     )
-    return top, rest
+    return top, next_share
 
 
 def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
@@ -224,22 +224,22 @@ def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
 # ---- what goes together
 
 
-def together(experts: SmallArray, num_experts: int) -> IntArray:
+def count_coactivations(experts: SmallArray, num_experts: int) -> IntArray:
     """[E, E] tokens that chose both experts in one layer; 0 on the diagonal. experts: [t, k]."""
-    chosen = experts.astype(np.int64)
-    keys = (chosen[:, :, None] * num_experts + chosen[:, None, :]).ravel()
-    found = np.bincount(keys, minlength=num_experts**2).reshape(num_experts, num_experts)
-    np.fill_diagonal(found, 0)
-    return found.astype(np.int64)
+    expert_ids = experts.astype(np.int64)
+    keys = (expert_ids[:, :, None] * num_experts + expert_ids[:, None, :]).ravel()
+    pair_counts = np.bincount(keys, minlength=num_experts**2).reshape(num_experts, num_experts)
+    np.fill_diagonal(pair_counts, 0)
+    return pair_counts.astype(np.int64)
 
 
-def map_together(routes: Routes, index: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
+def map_coactivations(routes: Routes, index: int, num_experts: int) -> tuple[tuple[float, ...], ...]:
     """[E, E] share of each expert's tokens that also chose the other expert in layer `index`, 0 to 1, for a
     picture."""
     experts = routes.experts[:, index]
     tokens = np.bincount(experts.ravel(), minlength=num_experts)
-    found = together(experts, num_experts) / np.maximum(tokens, 1)[:, None]
-    return tuple(tuple(row) for row in found.tolist())
+    shares = count_coactivations(experts, num_experts) / np.maximum(tokens, 1)[:, None]
+    return tuple(tuple(row) for row in shares.tolist())
 
 
 def co_activation(pairs: IntArray, loads: IntArray, k: int) -> tuple[float, float]:
@@ -275,12 +275,12 @@ def repeated(routes: Routes, index: int, distance: int) -> float:
 
     It is 0 if there are no such tokens.
     """
-    same = routes.owners[distance:] == routes.owners[:-distance]
+    same_request = routes.owners[distance:] == routes.owners[:-distance]
     experts = routes.experts[:, index]
-    now, before = experts[distance:][same], experts[:-distance][same]
-    return float(hits(before, now).mean()) if len(now) else 0.0
+    later_experts, earlier_experts = experts[distance:][same_request], experts[:-distance][same_request]
+    return float(hits(earlier_experts, later_experts).mean()) if len(later_experts) else 0.0
 
 
-def _repeated_by_chance(loads: IntArray, k: int) -> float:
-    chosen = k * loads / max(loads.sum(), 1)  # [E] share of the tokens that choose each expert
-    return float((chosen**2).sum() / k)
+def _chance_of_repeat(loads: IntArray, k: int) -> float:
+    choice_shares = k * loads / max(loads.sum(), 1)  # [E] share of the tokens that choose each expert
+    return float((choice_shares**2).sum() / k)

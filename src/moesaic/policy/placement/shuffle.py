@@ -39,7 +39,7 @@ class Shuffle:
     """[n] row order[i] of the batch moves to index i: shuffled = batch[order]."""
     sizes: IntArray
     """[ranks] number of rows of each rank. They are consecutive in the shuffled order."""
-    kept: int
+    num_kept: int
     """Number of rows on their predicted rank."""
 
     @cached_property
@@ -62,12 +62,12 @@ class Shuffle:
         return np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
 
     @property
-    def kept_share(self) -> float:
+    def share_kept(self) -> float:
         """Share of the rows on their predicted rank; 1 without rows.
 
         The other rows are what `move` costs in locality.
         """
-        return self.kept / len(self.order) if len(self.order) else 1.0
+        return self.num_kept / len(self.order) if len(self.order) else 1.0
 
     def local_pairs(self, experts: npt.NDArray[Any], owners: npt.NDArray[Any]) -> int:
         """Number of (row, expert) pairs with the expert on the row's rank, once the gate has chosen.
@@ -77,7 +77,7 @@ class Shuffle:
         return int((owners[experts] == self.ranks[:, None]).sum())
 
 
-def plan(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int, align: Align) -> Shuffle:
+def plan(predicted_ranks: IntArray, confidence: npt.NDArray[Any], ranks: int, align: Align) -> Shuffle:
     """Plan the permutation and the sizes of the shards. Rows of one rank keep the batch's order.
 
     predicted, confidence: [n] from `predict.predict`. Between equally certain rows, the later one moves.
@@ -89,29 +89,29 @@ def plan(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int, align: A
     kept. `variable` gives order [2, 0, 1, 3, 4] and sizes [1, 4]. `none` gives order [0, 1, 2, 3, 4] and
     sizes [3, 2], with 3 rows kept.
     """
-    rows = len(predicted)
+    rows = len(predicted_ranks)
     if align == "none":
         target = np.sort(np.arange(rows) % ranks)
     elif align == "move":
-        target = _moved(predicted, confidence, ranks)
+        target = _move_rows(predicted_ranks, confidence, ranks)
     else:
-        target = predicted
+        target = predicted_ranks
     order = np.argsort(target, kind="stable")
     sizes = np.bincount(target, minlength=ranks)
-    return Shuffle(order, sizes, int((target == predicted).sum()))
+    return Shuffle(order, sizes, int((target == predicted_ranks).sum()))
 
 
-def _moved(predicted: IntArray, confidence: npt.NDArray[Any], ranks: int) -> IntArray:
+def _move_rows(predicted_ranks: IntArray, confidence: npt.NDArray[Any], ranks: int) -> IntArray:
     """[n] the rank of each row, with at most ceil(n / ranks) rows on a rank."""
-    rows = len(predicted)
+    rows = len(predicted_ranks)
     capacity = -(-rows // ranks)
-    sizes = np.bincount(predicted, minlength=ranks)
+    sizes = np.bincount(predicted_ranks, minlength=ranks)
     if not rows or sizes.max() <= capacity:
-        return predicted
-    surest = np.lexsort((-confidence, predicted))  # stable: of equal ones the earlier row comes first
+        return predicted_ranks
+    surest = np.lexsort((-confidence, predicted_ranks))  # stable: of equal ones the earlier row comes first
     place = np.arange(rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     movers = np.sort(surest[place >= capacity])
     room = np.arange(capacity)[:, None] >= sizes  # [capacity, ranks] free indices, the emptiest rank's first
-    target = predicted.copy()
+    target = predicted_ranks.copy()
     target[movers] = np.nonzero(room)[1][: len(movers)]
     return target

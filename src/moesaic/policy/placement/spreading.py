@@ -27,11 +27,11 @@ FloatArray = npt.NDArray[np.float64]
 class Hosts:
     """The hosts of N servers."""
 
-    of: IntArray
+    host_of_server: IntArray
     """[N] number of each server's host, from 0 on."""
 
     @classmethod
-    def where(cls, servers: Sequence[int], hosts: Mapping[int, str] | None) -> Hosts:
+    def from_names(cls, servers: Sequence[int], hosts: Mapping[int, str] | None) -> Hosts:
         """The hosts of these servers. hosts: server -> host; who is not in it is on the host "".
 
         None: all servers are on one host.
@@ -40,25 +40,25 @@ class Hosts:
         return cls(np.unique(names, return_inverse=True)[1].astype(np.int64))
 
     @classmethod
-    def one(cls, servers: int) -> Hosts:
+    def single(cls, servers: int) -> Hosts:
         """So many servers, all on one host."""
         return cls(np.zeros(servers, dtype=np.int64))
 
     @property
     def count(self) -> int:
         """Number of hosts."""
-        return int(self.of.max(initial=0)) + 1
+        return int(self.host_of_server.max(initial=0)) + 1
 
-    def copies(self, held: BoolArray) -> IntArray:
-        """[E, hosts] number of copies on each host. held: [E, N] True where a server has the expert."""
-        found: IntArray = held.astype(np.int64) @ np.eye(self.count, dtype=np.int64)[self.of]
-        return found
+    def copies(self, has_copy: BoolArray) -> IntArray:
+        """[E, hosts] number of copies on each host. has_copy: [E, N] True where a server has the expert."""
+        counts: IntArray = has_copy.astype(np.int64) @ np.eye(self.count, dtype=np.int64)[self.host_of_server]
+        return counts
 
-    def on_one(self, held: BoolArray) -> int:
+    def count_on_one_host(self, has_copy: BoolArray) -> int:
         """Number of experts with several copies, all of them on one host. 0 if there is one host only."""
-        copies = self.copies(held)
-        alone = ((copies > 0).sum(axis=1) == 1) & (copies.sum(axis=1) > 1)
-        return int(alone.sum()) if self.count > 1 else 0
+        copies = self.copies(has_copy)
+        on_one_host = ((copies > 0).sum(axis=1) == 1) & (copies.sum(axis=1) > 1)
+        return int(on_one_host.sum()) if self.count > 1 else 0
 
     def ordinals(self, order: IntArray) -> IntArray:
         """[N] how many servers of the same host stand before each server in `order`.
@@ -66,17 +66,17 @@ class Hosts:
         Example: servers 0 and 1 on host 0, 2 on host 1, order 1 0 2 -> 1 0 0.
         """
         found = np.zeros(len(order), dtype=np.int64)
-        seen = np.zeros(self.count, dtype=np.int64)
+        num_seen = np.zeros(self.count, dtype=np.int64)
         for server in order.tolist():
-            found[server] = seen[self.of[server]]
-            seen[self.of[server]] += 1
+            found[server] = num_seen[self.host_of_server[server]]
+            num_seen[self.host_of_server[server]] += 1
         return found
 
-    def preferred(self, held: BoolArray, among: BoolArray) -> BoolArray:
-        """[N] the servers of `among` [N] on the hosts with the fewest copies of an expert. held: [N]."""
-        copies = self.copies(held[None])[0, self.of]
-        chosen: BoolArray = among & (copies == copies[among].min(initial=len(held)))
-        return chosen
+    def choose_servers(self, has_copy: BoolArray, candidates: BoolArray) -> BoolArray:
+        """[N] servers of `candidates` [N] on the hosts with the fewest copies of an expert. has_copy: [N]."""
+        copies = self.copies(has_copy[None])[0, self.host_of_server]
+        servers: BoolArray = candidates & (copies == copies[candidates].min(initial=len(has_copy)))
+        return servers
 
     def gain(self, copies: IntArray, source: int, target: int) -> FloatArray:
         """[E] what the spread of each expert gains if a copy moves from one host to another.
@@ -86,9 +86,9 @@ class Hosts:
         hosts = (copies > 0).sum(axis=1)
         if source == target:
             return np.zeros(len(copies))
-        after = hosts - (copies[:, source] == 1) + (copies[:, target] == 0)
-        gained: FloatArray = 0.5**hosts - 0.5**after
-        return gained
+        hosts_after = hosts - (copies[:, source] == 1) + (copies[:, target] == 0)
+        spread_gain: FloatArray = 0.5**hosts - 0.5**hosts_after
+        return spread_gain
 
 
 def on_one_host(
@@ -98,14 +98,14 @@ def on_one_host(
 
     hosts: as of `Hosts.where`. Returns 0 if all of these servers are on one host.
     """
-    held = placement.table(layer)
+    table = placement.table(layer)
     mask = np.zeros(
-        (placement.num_experts, max(NO_SERVER + 1, int(held.max()), *servers) + 2), dtype=np.bool_
+        (placement.num_experts, max(NO_SERVER + 1, int(table.max()), *servers) + 2), dtype=np.bool_
     )
-    np.put_along_axis(mask, held, True, axis=1)  # NOBODY, -1, marks the last column, which is no server
-    return Hosts.where(servers, hosts).on_one(mask[:, list(servers)])
+    np.put_along_axis(mask, table, True, axis=1)  # NOBODY, -1, marks the last column, which is no server
+    return Hosts.from_names(servers, hosts).count_on_one_host(mask[:, list(servers)])
 
 
-def exposed(placement: Placement, servers: Sequence[int], hosts: Mapping[int, str] | None) -> int:
+def count_exposed(placement: Placement, servers: Sequence[int], hosts: Mapping[int, str] | None) -> int:
     """The sum of `on_one_host` over all layers."""
     return sum(on_one_host(placement, layer, servers, hosts) for layer in placement.layers)

@@ -70,7 +70,7 @@ class ExpectedRanks:
         ranks = ranks * self._expert_ranks + np.arange(count) % self._expert_ranks
         new_shuffle = plan(ranks, sure, self._group.size, self._align)
         self._counts.shuffled_rows += count
-        self._counts.kept_rows += new_shuffle.kept
+        self._counts.kept_rows += new_shuffle.num_kept
         return new_shuffle
 
     def learn(self, layer: int, expert_ids: torch.Tensor, shuffle: Shuffle) -> None:

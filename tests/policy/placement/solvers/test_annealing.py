@@ -18,13 +18,13 @@ from moesaic.policy.placement.solvers import annealing, kmeans, speculative
 from moesaic.policy.placement.solvers.annealing import (
     AnnealingSearch,
     anneal,
-    chosen,
     dense,
     mix,
     overload,
     place,
     polish,
     recombine,
+    sample_rows,
 )
 from moesaic.policy.placement.solvers.solver import experts_per_rank
 from moesaic.policy.placement.solvers.tokens import rank_choices
@@ -116,7 +116,9 @@ def test_gains_are_what_an_exchange_adds(seed: int, size: int, data: st.DataObje
     spare = data.draw(st.sampled_from([0.0, 0.05, 1.0]))
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 5, (size, 12)).astype(np.float32) + np.float32(0.01)
-    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), ranks, AnnealingSearch(spare=spare))
+    layer = annealing.Layer.from_rows(
+        rows, rows.sum(axis=1, dtype=np.float64), ranks, AnnealingSearch(spare=spare)
+    )
     state = annealing._State(
         layer, rng.permutation(np.repeat(np.arange(ranks), experts_per_rank(size, ranks)))
     )
@@ -151,7 +153,7 @@ def test_every_rank_has_its_share_of_the_experts(
 def test_polish_ends_where_no_exchange_gains() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.3, size=(12, 50)).astype(np.float32)
-    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
+    layer = annealing.Layer.from_rows(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = rng.permutation(np.arange(12) % 3)
     found = polish(layer, start)
     assert layer.value(found) > layer.value(start)
@@ -164,7 +166,7 @@ def test_polish_ends_where_no_exchange_gains() -> None:
 def test_anneal_returns_the_best_that_it_saw() -> None:
     """The temperature is so high that the search only gets worse. The start was best."""
     rows = np.kron(np.eye(3), np.ones((4, 5))).astype(np.float32)
-    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
+    layer = annealing.Layer.from_rows(rows, rows.sum(axis=1, dtype=np.float64), 3, AnnealingSearch())
     start = np.arange(12) // 4
     found = anneal(layer, start, np.random.default_rng(0), AnnealingSearch(steps=50, hot=1e3, cold=1e3))
     assert same_clusters(found, start)
@@ -188,7 +190,7 @@ def test_overload_worked_example() -> None:
 
 def test_mixtures_keep_what_both_agree_on() -> None:
     rows = np.ones((6, 4), dtype=np.float32)
-    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 2, AnnealingSearch())
+    layer = annealing.Layer.from_rows(rows, rows.sum(axis=1, dtype=np.float64), 2, AnnealingSearch())
     one, other = np.array([0, 0, 0, 1, 1, 1]), np.array([1, 1, 0, 0, 0, 1])
     found = {tuple(mix(layer, one, other, np.random.default_rng(seed)).tolist()) for seed in range(20)}
     assert found == {(0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 0)}
@@ -197,7 +199,9 @@ def test_mixtures_keep_what_both_agree_on() -> None:
 def test_offspring_is_at_least_as_good_as_its_parents() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.2, size=(16, 80)).astype(np.float32)
-    layer = annealing.Layer.of(rows, rows.sum(axis=1, dtype=np.float64), 4, AnnealingSearch(spare=0.05))
+    layer = annealing.Layer.from_rows(
+        rows, rows.sum(axis=1, dtype=np.float64), 4, AnnealingSearch(spare=0.05)
+    )
     runs = [rng.permutation(np.arange(16) % 4) for _ in range(3)]
     best = max(layer.value(run) for run in runs)
     kept = recombine(layer, list(runs), rng, AnnealingSearch(offspring=0))
@@ -210,14 +214,14 @@ def test_offspring_is_at_least_as_good_as_its_parents() -> None:
 def test_a_sample_weighs_what_it_stands_for() -> None:
     rng = np.random.default_rng(0)
     rows = rng.gamma(0.2, size=(500, 6)).astype(np.float32) + np.float32(1e-3)
-    some = chosen(rows, 20, 60, rng)
+    some = sample_rows(rows, 20, 60, rng)
     assert some.shape == (6, 80)
     assert some.sum() == pytest.approx(rows.sum(), rel=1e-4)
     order = np.argsort(-rows.sum(axis=1))
     assert np.array_equal(some[:, :20], rows[order[:20]].T)
-    means = np.mean([chosen(rows, 20, 60, rng).sum(axis=1) for _ in range(300)], axis=0)
+    means = np.mean([sample_rows(rows, 20, 60, rng).sum(axis=1) for _ in range(300)], axis=0)
     assert means == pytest.approx(rows.sum(axis=0), rel=0.03)
-    assert chosen(rows, 400, 100, rng).shape == (6, 500)
+    assert sample_rows(rows, 400, 100, rng).shape == (6, 500)
 
 
 def test_layers_without_counts_are_placed_all_the_same() -> None:

@@ -16,9 +16,9 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import moetuner, sem_moe, speculative
-from moesaic.policy.placement.solvers.eplb import packed
+from moesaic.policy.placement.solvers.eplb import pack_by_load
 from moesaic.policy.placement.solvers.solver import Solver, experts_per_rank
-from moesaic.policy.placement.solvers.swaps import Affinity, FloatArray, swapped
+from moesaic.policy.placement.solvers.swaps import Affinity, FloatArray, swap_experts
 
 PAPERS: dict[str, Solver] = {
     "speculative": speculative.solve,
@@ -93,7 +93,7 @@ def affinity_of(seed: int, size: int, ranks: int) -> Affinity:
 def test_swapped_worked_example() -> None:
     pairs = np.kron(np.eye(2), np.ones((2, 2))).astype(np.float64)
     affinity = Affinity(pairs, np.zeros((4, 2)), np.zeros(4))
-    found = swapped(affinity, np.array([0, 1, 0, 1]), np.random.default_rng(0), 1)
+    found = swap_experts(affinity, np.array([0, 1, 0, 1]), np.random.default_rng(0), 1)
     assert same_clusters(found, np.array([0, 0, 1, 1]))
 
 
@@ -110,10 +110,10 @@ def test_gains_are_differences_of_values(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_exchanges_end_where_none_gains(seed: int) -> None:
     affinity, labels = affinity_of(seed, 8, 3), np.array([0, 1, 2, 0, 1, 2, 0, 1])
-    found = swapped(affinity, labels, np.random.default_rng(seed), 1000)
+    found = swap_experts(affinity, labels, np.random.default_rng(seed), 1000)
     assert affinity.gains(found).max() < 1e-9
     assert sorted(found) == sorted(labels)
-    assert (swapped(affinity, labels, np.random.default_rng(seed), 0) == labels).all()
+    assert (swap_experts(affinity, labels, np.random.default_rng(seed), 0) == labels).all()
 
 
 # ---- Speculative MoE
@@ -326,7 +326,7 @@ def test_load_weighs() -> None:
 
 
 def test_balanced_worked_example() -> None:
-    found, proven = moetuner.balanced(
+    found, proven = moetuner.balance_clusters(
         np.array([5, 4, 3, 2]), np.array([2, 2]), moetuner.SolverLimits(gap=0.0)
     )
     assert same_clusters(found, np.array([0, 1, 1, 0])) and proven
@@ -338,7 +338,7 @@ def test_balanced_worked_example() -> None:
 def test_balanced_is_the_best_of_all(seed: int, room: list[int]) -> None:
     load = (np.random.default_rng(seed).pareto(1.0, 8) * 100).astype(np.int64)
     ranks = len(room)
-    found, proven = moetuner.balanced(load, np.array(room), moetuner.SolverLimits(gap=0.0))
+    found, proven = moetuner.balance_clusters(load, np.array(room), moetuner.SolverLimits(gap=0.0))
     best = min(moetuner.deviation(load, labels, ranks) for labels in partitions(np.array(room)))
     assert np.bincount(found, minlength=ranks).tolist() == room and proven
     assert moetuner.deviation(load, found, ranks) == pytest.approx(best, abs=1e-6 * load.sum())
@@ -348,19 +348,21 @@ HARD = np.array([50, 31, 27, 23, 19, 17, 13, 11, 7, 5, 3, 2])
 
 
 def test_packing_answers_when_the_limit_passes() -> None:
-    simple = packed(HARD, experts_per_rank(12, 4))
-    found, proven = moetuner.balanced(
+    simple = pack_by_load(HARD, experts_per_rank(12, 4))
+    found, proven = moetuner.balance_clusters(
         HARD, experts_per_rank(12, 4), moetuner.SolverLimits(gap=0.0, seconds=0.0)
     )
     assert not proven and (found == simple).all()
-    better, proven = moetuner.balanced(HARD, experts_per_rank(12, 4), moetuner.SolverLimits(gap=0.0))
+    better, proven = moetuner.balance_clusters(HARD, experts_per_rank(12, 4), moetuner.SolverLimits(gap=0.0))
     assert proven and moetuner.deviation(HARD, better, 4) < moetuner.deviation(HARD, found, 4)
 
 
 @pytest.mark.slow
 def test_an_answer_need_not_be_proven() -> None:
     load = np.random.default_rng(0).integers(10**6, 2 * 10**6, 32)
-    found, proven = moetuner.balanced(load, experts_per_rank(32, 8), moetuner.SolverLimits(gap=0.0, nodes=1))
+    found, proven = moetuner.balance_clusters(
+        load, experts_per_rank(32, 8), moetuner.SolverLimits(gap=0.0, nodes=1)
+    )
     assert not proven and np.bincount(found).tolist() == [4] * 8
 
 
@@ -396,8 +398,8 @@ def test_traffic_between_clusters() -> None:
 
 
 def test_mapped_worked_example() -> None:
-    assert moetuner.mapped(np.array([[[0, 0.5], [0.5, 0]]])).tolist() == [[0, 1], [1, 0]]
-    assert moetuner.mapped(np.zeros((0, 3, 3))).tolist() == [[0, 1, 2]]
+    assert moetuner.map_clusters(np.array([[[0, 0.5], [0.5, 0]]])).tolist() == [[0, 1], [1, 0]]
+    assert moetuner.map_clusters(np.zeros((0, 3, 3))).tolist() == [[0, 1, 2]]
 
 
 def heaviest(moves: FloatArray, numbers: IntArray) -> tuple[float, float]:
@@ -417,6 +419,6 @@ def test_no_other_map_has_a_lower_maximum(seed: int) -> None:
     maps = [np.array(order) for order in permutations(range(3))]
     own = np.arange(3)
     two = min(heaviest(moves[:1], np.stack([own, a])) for a in maps)
-    assert heaviest(moves[:1], moetuner.mapped(moves[:1])) == pytest.approx(two)
+    assert heaviest(moves[:1], moetuner.map_clusters(moves[:1])) == pytest.approx(two)
     three = min(heaviest(moves, np.stack([own, a, b]))[0] for a, b in product(maps, maps))
-    assert heaviest(moves, moetuner.mapped(moves))[0] == three
+    assert heaviest(moves, moetuner.map_clusters(moves))[0] == three

@@ -15,11 +15,11 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Counts, Profile, Routes
 from moesaic.policy.placement.solvers import SOLVERS, annealing, metis
 from moesaic.policy.placement.solvers.affinity import coactivation
-from moesaic.policy.placement.solvers.eplb import packed
-from moesaic.policy.placement.solvers.kmeans import _spread_within, clustered, unit
-from moesaic.policy.placement.solvers.metis import fitted
+from moesaic.policy.placement.solvers.eplb import pack_by_load
+from moesaic.policy.placement.solvers.kmeans import _spread_within, cluster_vectors, unit
+from moesaic.policy.placement.solvers.metis import fit_sizes
 from moesaic.policy.placement.solvers.solver import Solver, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled, rank_choices
+from moesaic.policy.placement.solvers.tokens import label_tokens, rank_choices
 
 SIMPLE = ("vanilla", "eplb", "kmeans", "metis")
 BRIEF = annealing.AnnealingSearch(steps=1_000, brief=500)
@@ -127,7 +127,7 @@ def test_ranks_that_cannot_be(solver: str, ranks: int) -> None:
 
 def test_tokens_worked_example() -> None:
     profile = profile_of([5, 5, 2], [[[0, 1]], [[0, 2]], [[3, 2]]], 7, 4)
-    found = labelled(profile, np.array([[0, 0, 1, 1]]))
+    found = label_tokens(profile, np.array([[0, 0, 1, 1]]))
     assert found.ranks == 2
     assert found.tokens[0, [5, 2]].tolist() == [0, 1]
     assert found.confidence[0, [5, 2]].tolist() == [0.75, 1.0]
@@ -137,17 +137,17 @@ def test_unseen_tokens_take_the_nearest_label_or_the_busiest_rank() -> None:
     """Ids 0 and 1 are known. Id 2 is near id 0. Id 3 is nearest to itself, so its best rank is unknown."""
     tokens, experts = [0, 1, 1], [[[0]], [[1]], [[1]]]
     placed = np.array([[0, 1]])
-    with_nearest = labelled(profile_of(tokens, experts, 4, 2, [0, 1, 0, 3]), placed)
+    with_nearest = label_tokens(profile_of(tokens, experts, 4, 2, [0, 1, 0, 3]), placed)
     assert with_nearest.tokens.tolist() == [[0, 1, 0, 1]]
     assert with_nearest.confidence.tolist() == [[1, 1, 0, 0]]
-    assert labelled(profile_of(tokens, experts, 4, 2), placed).tokens.tolist() == [[0, 1, 1, 1]]
+    assert label_tokens(profile_of(tokens, experts, 4, 2), placed).tokens.tolist() == [[0, 1, 1, 1]]
 
 
 @given(profiles(), st.integers(0, 1000))
 def test_labels_are_the_best_ranks(profile: Profile, seed: int) -> None:
     size = profile.num_experts
     placed = np.random.default_rng(seed).permutation(np.arange(size) % 2)[None].repeat(len(profile.layers), 0)
-    found = labelled(profile, placed)
+    found = label_tokens(profile, placed)
     routes = profile.routes
     for layer in range(len(profile.layers)):
         for token in set(routes.tokens.tolist()):
@@ -198,8 +198,8 @@ def test_vanilla_is_consecutive() -> None:
 
 
 def test_packing_worked_example() -> None:
-    assert packed(np.array([9, 5, 4, 1]), np.array([2, 2])).tolist() == [0, 1, 1, 0]
-    assert packed(np.array([9, 1, 1]), np.array([2, 1])).tolist() == [0, 1, 0]
+    assert pack_by_load(np.array([9, 5, 4, 1]), np.array([2, 2])).tolist() == [0, 1, 1, 0]
+    assert pack_by_load(np.array([9, 1, 1]), np.array([2, 1])).tolist() == [0, 1, 0]
 
 
 def test_eplb_packs_the_loads_of_each_layer() -> None:
@@ -216,7 +216,7 @@ def test_packing_is_that_of_eplb(ranks: int, each: int, seed: int) -> None:
     """The packing is that of EPLB. Only the numbers of the ranks may differ, where EPLB keeps the order of
     one expert each."""
     loads = np.random.default_rng(seed).integers(0, 50, ranks * each)
-    found = packed(loads, experts_per_rank(len(loads), ranks))
+    found = pack_by_load(loads, experts_per_rank(len(loads), ranks))
     slots = eplb(loads[None].astype(np.float64), len(loads), 1, 1, ranks).phys_to_log[0]
     expected = {frozenset(row) for row in slots.reshape(ranks, each).tolist()}
     assert {frozenset(np.flatnonzero(found == rank).tolist()) for rank in range(ranks)} == expected
@@ -235,7 +235,7 @@ def test_groups_are_found(solver: str, seed: int) -> None:
 
 def test_kmeans_worked_example() -> None:
     vectors = np.array([[1.0, 0], [0, 1], [1, 0], [0, 1]])
-    found = clustered(vectors @ vectors.T, np.array([2, 2]), np.random.default_rng(0)).tolist()
+    found = cluster_vectors(vectors @ vectors.T, np.array([2, 2]), np.random.default_rng(0)).tolist()
     assert found in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
@@ -252,7 +252,7 @@ def test_kmeans_comes_near_the_best_partition(room: tuple[int, ...]) -> None:
         vectors = rng.random((sum(room), 3))
         products = unit(vectors @ vectors.T)
         scaled = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
-        labels = clustered(products, np.array(room), rng)
+        labels = cluster_vectors(products, np.array(room), rng)
         assert sorted(labels.tolist()) == slots
         found, least = spread(scaled, labels), min(spread(scaled, other) for other in partitions)
         assert _spread_within(products, labels, np.array(room)) == pytest.approx(found)
@@ -270,10 +270,10 @@ def spread(vectors: np.ndarray, labels: np.ndarray) -> float:
 def test_sizes_are_fitted_at_the_least_loss() -> None:
     weights = np.zeros((4, 4))
     weights[0, 1] = weights[1, 0] = weights[2, 3] = weights[3, 2] = 1
-    assert fitted(weights, np.array([0, 0, 0, 1]), np.array([2, 2])).tolist() == [0, 0, 1, 1]
+    assert fit_sizes(weights, np.array([0, 0, 0, 1]), np.array([2, 2])).tolist() == [0, 0, 1, 1]
     weights = np.zeros((5, 5))
     weights[1, 3] = weights[3, 1] = weights[2, 4] = weights[4, 2] = 1
-    assert fitted(weights, np.array([0, 0, 0, 1, 2]), np.array([1, 2, 2])).tolist() == [0, 1, 2, 1, 2]
+    assert fit_sizes(weights, np.array([0, 0, 0, 1, 2]), np.array([1, 2, 2])).tolist() == [0, 1, 2, 1, 2]
 
 
 def test_metis_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,19 +63,19 @@ def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: i
     return np.take_along_axis(numbers, given, axis=1).astype(np.int16)
 
 
-def numbered_like(experts: npt.NDArray[np.integer], before: npt.NDArray[np.bool_]) -> SmallArray:
+def match_numbers(experts: npt.NDArray[np.integer], had_expert: npt.NDArray[np.bool_]) -> SmallArray:
     """[R] the number that each rank should get, so that most experts keep their place.
 
-    experts: [layers, E] ranks from 0. before: [R, layers, E] True where rank r had the expert. Equal numbers
+    experts: [layers, E] ranks from 0. had_expert: [R, layers, E] True where rank r had the expert. Equal numbers
     hold in every layer.
 
     Example: experts 0, 1 | 2, 3 were on ranks 0 | 1, and are now on ranks 1 | 0 -> [1, 0].
     """
-    ranks = len(before)
-    kept = np.array(
-        [[(before[old] & (experts == new)).sum() for old in range(ranks)] for new in range(ranks)]
+    ranks = len(had_expert)
+    num_kept = np.array(
+        [[(had_expert[old] & (experts == new)).sum() for old in range(ranks)] for new in range(ranks)]
     )
-    numbers: SmallArray = assign(kept)[1].astype(np.int16)
+    numbers: SmallArray = assign(num_kept)[1].astype(np.int16)
     return numbers
 
 
@@ -86,14 +86,14 @@ def overlaps(profile: Profile, experts: IntArray, ranks: int) -> FloatArray:
     """
     layers = len(experts)
     by_request = profile.routes.requests >= REQUESTS_PER_RANK * ranks
-    known = np.arange(0) if by_request else _frequent(profile)
+    frequent_ids = np.arange(0) if by_request else _frequent(profile)
     shares = [
         _request_choices(profile, layer, experts[layer], ranks)
         if by_request
-        else _token_choices(profile, layer, experts[layer], ranks)[known]
+        else _token_choices(profile, layer, experts[layer], ranks)[frequent_ids]
         for layer in range(layers)
     ]
-    rows = np.stack([_centred(choices) for choices in shares], axis=1).reshape(-1, layers * ranks)
+    rows = np.stack([_center_choices(choices) for choices in shares], axis=1).reshape(-1, layers * ranks)
     gram = (rows.T @ rows).astype(np.float64)
     gram /= np.trace(gram) or 1.0
     return gram.reshape(layers, ranks, layers, ranks)
@@ -105,15 +105,15 @@ def agreement(overlap: FloatArray, numbers: IntArray) -> float:
     numbers: [layers, R] the number of each layer's clusters.
     """
     layers, ranks = numbers.shape
-    chosen = _one_hot(numbers).reshape(layers * ranks, ranks)
-    return float(np.sum(chosen * (overlap.reshape(layers * ranks, -1) @ chosen)))
+    one_hot = _one_hot(numbers).reshape(layers * ranks, ranks)
+    return float(np.sum(one_hot * (overlap.reshape(layers * ranks, -1) @ one_hot)))
 
 
 def _frequent(profile: Profile) -> IntArray:
     """The most frequent token ids, in ascending order."""
     first = profile.counts[0]
-    seen = np.bincount(first.tokens, weights=first.counts, minlength=profile.vocab_size)
-    return np.sort(np.argsort(-seen, kind="stable")[: min(MOST, np.count_nonzero(seen))])
+    num_choices = np.bincount(first.tokens, weights=first.counts, minlength=profile.vocab_size)
+    return np.sort(np.argsort(-num_choices, kind="stable")[: min(MOST, np.count_nonzero(num_choices))])
 
 
 def _request_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) -> FloatArray:
@@ -122,19 +122,21 @@ def _request_choices(profile: Profile, layer: int, experts: IntArray, ranks: int
     requests = min(MOST, routes.requests)
     tokens = int(routes.starts[requests])
     keys = routes.owners[:tokens, None] * ranks + experts[routes.experts[:tokens, layer]]
-    found = np.bincount(keys.ravel(), minlength=requests * ranks).astype(np.float64)
-    return found.reshape(requests, ranks)
+    choices = np.bincount(keys.ravel(), minlength=requests * ranks).astype(np.float64)
+    return choices.reshape(requests, ranks)
 
 
 def _token_choices(profile: Profile, layer: int, experts: IntArray, ranks: int) -> FloatArray:
     """[V, R] how often each token id chooses experts of each cluster of a layer."""
     counts = profile.counts[layer]
     keys = counts.tokens * ranks + experts[counts.experts]
-    found = np.bincount(keys, weights=counts.counts.astype(np.float64), minlength=profile.vocab_size * ranks)
-    return found.astype(np.float64).reshape(-1, ranks)
+    choices = np.bincount(
+        keys, weights=counts.counts.astype(np.float64), minlength=profile.vocab_size * ranks
+    )
+    return choices.astype(np.float64).reshape(-1, ranks)
 
 
-def _centred(choices: FloatArray) -> npt.NDArray[np.float32]:
+def _center_choices(choices: FloatArray) -> npt.NDArray[np.float32]:
     """[n, R] shares of the choices [n, R] minus the mean over all, times the root of the row's choices."""
     size = choices.sum(axis=1, keepdims=True)
     mean = choices.sum(axis=0) / max(1.0, size.sum())
@@ -157,12 +159,12 @@ def _start_from(overlap: FloatArray, start: int) -> IntArray:
     """
     layers, ranks = overlap.shape[:2]
     numbers = np.tile(np.arange(ranks), (layers, 1))
-    chosen = np.zeros((layers, ranks, ranks))
+    one_hot = np.zeros((layers, ranks, ranks))
     for layer in np.roll(np.arange(layers), -start).tolist():
         if layer != start:
-            gain = overlap[layer].reshape(ranks, -1) @ chosen.reshape(-1, ranks)
+            gain = overlap[layer].reshape(ranks, -1) @ one_hot.reshape(-1, ranks)
             numbers[layer] = assign(gain)[1]
-        chosen[layer] = _one_hot(numbers[layer])
+        one_hot[layer] = _one_hot(numbers[layer])
     return numbers
 
 
@@ -172,15 +174,15 @@ def _sweep(overlap: FloatArray, numbers: IntArray) -> IntArray:
     Returns numbers [layers, R].
     """
     layers, ranks = numbers.shape
-    numbers, chosen = numbers.copy(), _one_hot(numbers)
-    changed = True
-    while changed:
-        changed = False
+    numbers, one_hot = numbers.copy(), _one_hot(numbers)
+    has_changed = True
+    while has_changed:
+        has_changed = False
         for layer in range(layers):
-            chosen[layer] = 0.0
-            gain = overlap[layer].reshape(ranks, -1) @ chosen.reshape(-1, ranks)
+            one_hot[layer] = 0.0
+            gain = overlap[layer].reshape(ranks, -1) @ one_hot.reshape(-1, ranks)
             cluster, best = assign(gain)
             if gain[cluster, best].sum() - gain[cluster, numbers[layer]].sum() > EXACT:
-                numbers[layer], changed = best, True
-            chosen[layer] = _one_hot(numbers[layer])
+                numbers[layer], has_changed = best, True
+            one_hot[layer] = _one_hot(numbers[layer])
     return numbers

@@ -45,7 +45,7 @@ from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import speculative
 from moesaic.policy.placement.solvers.assignment import assign
-from moesaic.policy.placement.solvers.layers import each_alone
+from moesaic.policy.placement.solvers.layers import solve_layers
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 
 FloatArray = npt.NDArray[np.float64]
@@ -103,7 +103,7 @@ def solve(
     Raises ConfigError unless `ranks` is 1 to the number of experts.
     """
     chosen_search, size = search or AnnealingSearch(), profile.num_experts
-    return each_alone(
+    return solve_layers(
         profile, ranks, seed, progress, lambda counts, rng: place(counts, size, ranks, rng, chosen_search)
     )
 
@@ -123,8 +123,10 @@ def place(
     rival = speculative.search_layer(rows, ranks, rng, speculative.CrossEntropySearch())
     if search.evener is not None:
         search = replace(search, spare=min(search.spare, search.evener * overload(rival, loads, ranks)))
-    small = Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, search)
-    large = Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search)
+    small = Layer.from_rows(sample_rows(rows, search.heads, search.sample, rng), loads, ranks, search)
+    large = Layer.from_rows(
+        sample_rows(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search
+    )
     runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
     return polish(large, recombine(small, [*runs, polish(small, rival)], rng, search))
 
@@ -146,28 +148,28 @@ def recombine(
     values = [layer.value(run) for run in runs]
     for turn in range(search.offspring):
         best, worst = int(np.argmax(values)), int(np.argmin(values))
-        one, other = rng.choice(len(runs), 2, replace=False) if len(runs) > 1 else (best, best)
-        start = mix(layer, runs[one], runs[other], rng) if turn % 2 else runs[best]
-        found = anneal(layer, start, rng, brief)
-        if (value := layer.value(found)) > values[worst]:
-            runs[worst], values[worst] = found, value
+        first, second = rng.choice(len(runs), 2, replace=False) if len(runs) > 1 else (best, best)
+        start = mix(layer, runs[first], runs[second], rng) if turn % 2 else runs[best]
+        labels = anneal(layer, start, rng, brief)
+        if (value := layer.value(labels)) > values[worst]:
+            runs[worst], values[worst] = labels, value
     return runs[int(np.argmax(values))]
 
 
-def mix(layer: Layer, one: IntArray, other: IntArray, rng: np.random.Generator) -> IntArray:
-    """[E] the assignment `one`, in which some experts that `other` has on another rank are exchanged at
+def mix(layer: Layer, labels: IntArray, other_labels: IntArray, rng: np.random.Generator) -> IntArray:
+    """[E] the assignment `labels`, in which some experts that `other_labels` has on another rank are exchanged at
     random.
 
-    First the ranks of `other` are renumbered so that most load agrees with `one`. Example: 0 0 0 1 1 1 and
+    First the ranks of `other_labels` are renumbered so that most load agrees with `labels`. Example: 0 0 0 1 1 1 and
     1 1 0 0 0 1 then agree except for experts 2 and 5. These two are exchanged, or not.
     """
-    shared = np.zeros((layer.ranks, layer.ranks))
-    np.add.at(shared, (other, one), layer.loads)
-    numbers = assign(shared)[1]
-    free = (numbers[other] != one).nonzero()[0]
-    found = one.copy()
-    found[free] = rng.permutation(one[free])
-    return found
+    shared_load = np.zeros((layer.ranks, layer.ranks))
+    np.add.at(shared_load, (other_labels, labels), layer.loads)
+    numbers = assign(shared_load)[1]
+    free = (numbers[other_labels] != labels).nonzero()[0]
+    mixed_labels = labels.copy()
+    mixed_labels[free] = rng.permutation(labels[free])
+    return mixed_labels
 
 
 # ---- which tokens count
@@ -175,12 +177,12 @@ def mix(layer: Layer, one: IntArray, other: IntArray, rng: np.random.Generator) 
 
 def dense(counts: Counts, num_experts: int) -> RowArray:
     """[t, E] how often each token id that was seen chose each expert, in ascending order of ids."""
-    found = np.zeros((len(counts.known_tokens), num_experts), dtype=np.float32)
-    found[np.searchsorted(counts.known_tokens, counts.tokens), counts.experts] = counts.counts
-    return found
+    rows = np.zeros((len(counts.known_tokens), num_experts), dtype=np.float32)
+    rows[np.searchsorted(counts.known_tokens, counts.tokens), counts.experts] = counts.counts
+    return rows
 
 
-def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
+def sample_rows(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) -> RowArray:
     """[E, m] the heaviest `heads` rows and a sample of the others.
 
     Sampled rows are scaled to the weight that they represent. The sample is systematic. A row of weight w
@@ -188,13 +190,13 @@ def chosen(rows: RowArray, heads: int, sample: int, rng: np.random.Generator) ->
     """
     size = rows.sum(axis=1, dtype=np.float64)
     order = np.argsort(-size, kind="stable")
-    first, rest = order[:heads], order[heads:]
-    if len(rest) <= sample:
+    first, rare_rows = order[:heads], order[heads:]
+    if len(rare_rows) <= sample:
         return np.ascontiguousarray(rows[order].T)
-    step = size[rest].sum() / sample
+    step = size[rare_rows].sum() / sample
     marks = (np.arange(sample) + rng.random()) * step
-    drawn = rest[np.searchsorted(size[rest].cumsum(), marks).clip(max=len(rest) - 1)]
-    scaled = rows[drawn] * (step / size[drawn])[:, None].astype(np.float32)
+    sampled_rows = rare_rows[np.searchsorted(size[rare_rows].cumsum(), marks).clip(max=len(rare_rows) - 1)]
+    scaled = rows[sampled_rows] * (step / size[sampled_rows])[:, None].astype(np.float32)
     return np.ascontiguousarray(np.concatenate([rows[first], scaled]).T)
 
 
@@ -217,7 +219,7 @@ class Layer:
     """[R, R] what a choice on each rank counts for a token on each rank. None: 1 on its own rank, else 0."""
 
     @classmethod
-    def of(
+    def from_rows(
         cls,
         rows: RowArray,
         loads: FloatArray,
@@ -228,13 +230,13 @@ class Layer:
         """The layer of token ids that `chosen` took. loads: [E], in any unit. worth: see `link_prices`."""
         total = float(rows.sum(dtype=np.float64))
         cap = (1 / ranks + search.spare) * total
-        given = None if worth is None else worth.astype(np.float32)
-        return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price, given)
+        rank_worth = None if worth is None else worth.astype(np.float32)
+        return cls(rows, loads * (total / loads.sum()), cap, ranks, search.price, rank_worth)
 
     def value(self, labels: IntArray) -> float:
         """Worth of the choices on the tokens' best ranks, minus the price of overloaded ranks."""
         state = _State(self, labels)
-        return state.local - self.price * float(np.maximum(state.carried - self.cap, 0.0).sum())
+        return state.local - self.price * float(np.maximum(state.rank_loads - self.cap, 0.0).sum())
 
 
 class _State:
@@ -246,66 +248,80 @@ class _State:
         """[E] the rank of each expert."""
         self.choices = np.stack([layer.rows[labels == rank].sum(axis=0) for rank in range(layer.ranks)])
         """[R, m] how often each token chose experts of each rank."""
-        self.carried = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
+        self.rank_loads = np.bincount(labels, weights=layer.loads, minlength=layer.ranks)
         """[R] load of each rank."""
         self.members = [np.flatnonzero(labels == rank) for rank in range(layer.ranks)]
         self.values = self.choices if layer.worth is None else layer.worth.T @ self.choices
         """[R, m] worth of each token's choices, if the token is on each rank."""
         self.local = self._local()
         every = range(layer.ranks)
-        self._rest = [[[r for r in every if r not in (here, there)] for there in every] for here in every]
+        self._other_ranks = [
+            [[r for r in every if r not in (here, there)] for there in every] for here in every
+        ]
         """For each two ranks, the list of all other ranks."""
 
     def _local(self) -> float:
         return float(self.values.max(axis=0).sum(dtype=np.float64))
 
-    def gains(self, expert: int, others: IntArray) -> FloatArray:
-        """[n] gain in value from exchanging `expert` with each of `others`, which are all on one other
+    def gains(self, expert: int, partners: IntArray) -> FloatArray:
+        """[n] gain in value from exchanging `expert` with each of `partners`, which are all on one other
         rank."""
-        layer, here, there = self.layer, self.labels.item(expert), self.labels.item(others[0])
-        own, given = layer.rows[expert], layer.rows.take(others, axis=0)
+        layer, expert_rank, partner_rank = self.layer, self.labels.item(expert), self.labels.item(partners[0])
+        expert_rows, partner_rows = layer.rows[expert], layer.rows.take(partners, axis=0)
         if layer.worth is not None:
-            best = self._best(own - given, layer.worth[there] - layer.worth[here])
+            best = self._best(
+                expert_rows - partner_rows, layer.worth[partner_rank] - layer.worth[expert_rank]
+            )
         else:
-            best = np.subtract(self.choices[there] + own, given)
-            given += self.choices[here] - own
-            np.maximum(best, given, out=best)
+            best = np.subtract(self.choices[partner_rank] + expert_rows, partner_rows)
+            partner_rows += self.choices[expert_rank] - expert_rows
+            np.maximum(best, partner_rows, out=best)
             if layer.ranks > 2:
-                np.maximum(best, self.choices.take(self._rest[here][there], axis=0).max(axis=0), out=best)
-        more = layer.loads.take(others) - layer.loads.item(expert)
+                np.maximum(
+                    best,
+                    self.choices.take(self._other_ranks[expert_rank][partner_rank], axis=0).max(axis=0),
+                    out=best,
+                )
+        added_load = layer.loads.take(partners) - layer.loads.item(expert)
         gains: FloatArray = best.sum(axis=1, dtype=np.float64) - self.local
-        return gains - layer.price * (self._over(here, more) + self._over(there, -more))
+        return gains - layer.price * (
+            self._excess_change(expert_rank, added_load) + self._excess_change(partner_rank, -added_load)
+        )
 
-    def _best(self, moved: RowArray, change: RowArray) -> RowArray:
-        """[n, m] worth of each token's best rank, if the choices `moved` [n, m] change ranks.
+    def _best(self, moved_choices: RowArray, change: RowArray) -> RowArray:
+        """[n, m] worth of each token's best rank, if the choices `moved_choices` [n, m] change ranks.
 
         change: [R] how much more such a choice counts then, for a token on each rank.
         """
-        same = change == 0
-        start = self.values[same].max(axis=0) if same.any() else np.float32(-np.inf)
-        best: RowArray = np.broadcast_to(start, moved.shape).astype(np.float32)
-        for rank in np.flatnonzero(~same).tolist():
-            np.maximum(best, self.values[rank] + change[rank] * moved, out=best)
+        is_unchanged = change == 0
+        start = self.values[is_unchanged].max(axis=0) if is_unchanged.any() else np.float32(-np.inf)
+        best: RowArray = np.broadcast_to(start, moved_choices.shape).astype(np.float32)
+        for rank in np.flatnonzero(~is_unchanged).tolist():
+            np.maximum(best, self.values[rank] + change[rank] * moved_choices, out=best)
         return best
 
-    def _over(self, rank: int, more: FloatArray) -> FloatArray:
-        """[n] how much further above the cap a rank gets by `more` load."""
-        excess = self.carried.item(rank) - self.layer.cap
-        change: FloatArray = np.maximum(excess + more, 0.0) - max(excess, 0.0)
+    def _excess_change(self, rank: int, added_load: FloatArray) -> FloatArray:
+        """[n] how much further above the cap a rank gets by `added_load` load."""
+        excess = self.rank_loads.item(rank) - self.layer.cap
+        change: FloatArray = np.maximum(excess + added_load, 0.0) - max(excess, 0.0)
         return change
 
-    def exchange(self, one: int, other: int) -> None:
+    def exchange(self, expert: int, partner: int) -> None:
         rows, loads = self.layer.rows, self.layer.loads
-        here, there = self.labels[one], self.labels[other]
-        moved = rows[one] - rows[other]
-        self.choices[here] -= moved
-        self.choices[there] += moved
+        expert_rank, partner_rank = self.labels[expert], self.labels[partner]
+        moved_choices = rows[expert] - rows[partner]
+        self.choices[expert_rank] -= moved_choices
+        self.choices[partner_rank] += moved_choices
         if self.layer.worth is not None:
-            self.values += np.outer(self.layer.worth[there] - self.layer.worth[here], moved)
-        self.carried[here] -= loads[one] - loads[other]
-        self.carried[there] += loads[one] - loads[other]
-        self.labels[one], self.labels[other] = there, here
-        self.members[here], self.members[there] = (np.flatnonzero(self.labels == r) for r in (here, there))
+            self.values += np.outer(
+                self.layer.worth[partner_rank] - self.layer.worth[expert_rank], moved_choices
+            )
+        self.rank_loads[expert_rank] -= loads[expert] - loads[partner]
+        self.rank_loads[partner_rank] += loads[expert] - loads[partner]
+        self.labels[expert], self.labels[partner] = partner_rank, expert_rank
+        self.members[expert_rank], self.members[partner_rank] = (
+            np.flatnonzero(self.labels == r) for r in (expert_rank, partner_rank)
+        )
         self.local = self._local()
 
 
@@ -318,13 +334,13 @@ def anneal(layer: Layer, labels: IntArray, rng: np.random.Generator, search: Ann
     heights = rng.random(search.steps).tolist()
     for step, expert in enumerate(experts):
         heat = total * search.hot * (search.cold / search.hot) ** (step / last)
-        there = (state.labels.item(expert) + int(rng.integers(1, layer.ranks))) % layer.ranks
-        others = rng.permutation(state.members[there])[: search.width]
-        gains = [*state.gains(expert, others).tolist(), 0.0]
+        partner_rank = (state.labels.item(expert) + int(rng.integers(1, layer.ranks))) % layer.ranks
+        partners = rng.permutation(state.members[partner_rank])[: search.width]
+        gains = [*state.gains(expert, partners).tolist(), 0.0]
         likely = list(accumulate(np.exp([(gain - max(gains)) / heat for gain in gains]).tolist()))
-        if (taken := bisect_right(likely, heights[step] * likely[-1])) < len(others):
-            state.exchange(expert, int(others[taken]))
-            value += gains[taken]
+        if (choice := bisect_right(likely, heights[step] * likely[-1])) < len(partners):
+            state.exchange(expert, int(partners[choice]))
+            value += gains[choice]
             if value > best_value:
                 best, best_value = state.labels.copy(), value
     return best
@@ -333,18 +349,18 @@ def anneal(layer: Layer, labels: IntArray, rng: np.random.Generator, search: Ann
 def polish(layer: Layer, labels: IntArray) -> IntArray:
     """Exchange experts as long as an exchange gains. Returns the changed `labels` [E]."""
     state = _State(layer, labels)
-    least = EXACT * float(layer.loads.sum())
+    min_gain = EXACT * float(layer.loads.sum())
     idle, expert = 0, 0
     while idle < len(labels):
-        best, other = least, -1
+        best, best_partner = min_gain, -1
         for rank, others in enumerate(state.members):
             if rank != state.labels[expert]:
                 gains = state.gains(expert, others)
                 if gains.max() > best:
-                    best, other = float(gains.max()), int(others[gains.argmax()])
+                    best, best_partner = float(gains.max()), int(others[gains.argmax()])
         idle += 1
-        if other >= 0:
-            state.exchange(expert, other)
+        if best_partner >= 0:
+            state.exchange(expert, best_partner)
             idle = 0
         expert = (expert + 1) % len(labels)
     return state.labels

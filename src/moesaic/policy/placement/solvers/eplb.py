@@ -14,7 +14,7 @@ from moesaic.core.profile import Profile, SmallArray
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.packing import Layer, pack
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
@@ -23,20 +23,20 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
     layers = len(profile.layers)
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
     for layer, loads in enumerate(profile.loads):
-        experts[layer] = packed(loads, room)
+        experts[layer] = pack_by_load(loads, room)
         if progress is not None:
             progress(layer + 1, layers)
-    return labelled(profile, experts)
+    return label_tokens(profile, experts)
 
 
-def packed(loads: IntArray, room: IntArray) -> SmallArray:
+def pack_by_load(loads: IntArray, room: IntArray) -> SmallArray:
     """[E] the rank of each expert. loads: [E]. room: [ranks] slots of each rank, sum(room) == E."""
     layer = Layer(
-        each=loads.astype(np.float64),
+        load_per_copy=loads.astype(np.float64),
         count=np.ones(len(loads), dtype=np.int64),
         room=room,
         capacity=np.ones(len(room)),
     )
-    held = pack(layer, np.zeros((len(loads), len(room)), dtype=np.bool_))
-    ranks: SmallArray = held.argmax(axis=1).astype(np.int16)
+    has_copy = pack(layer, np.zeros((len(loads), len(room)), dtype=np.bool_))
+    ranks: SmallArray = has_copy.argmax(axis=1).astype(np.int16)
     return ranks

@@ -24,7 +24,7 @@ from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
 from moesaic.policy.placement.solvers.align import align
 from moesaic.policy.placement.solvers.assignment import assign
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 STARTS = 16
 ROUNDS = 100
@@ -41,10 +41,10 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
     experts = np.empty((layers, profile.num_experts), dtype=np.int16)
     for layer, counts in enumerate(profile.counts):
         products = unit(coactivation(counts, profile.num_experts, profile.top_k))
-        experts[layer] = clustered(products, room, np.random.default_rng((seed, layer)))
+        experts[layer] = cluster_vectors(products, room, np.random.default_rng((seed, layer)))
         if progress is not None:
             progress(layer + 1, layers)
-    return labelled(profile, align(profile, experts, ranks))
+    return label_tokens(profile, align(profile, experts, ranks))
 
 
 def unit(products: FloatArray) -> FloatArray:
@@ -58,18 +58,18 @@ def unit(products: FloatArray) -> FloatArray:
     return scaled
 
 
-def clustered(products: FloatArray, room: IntArray, rng: np.random.Generator) -> SmallArray:
+def cluster_vectors(products: FloatArray, room: IntArray, rng: np.random.Generator) -> SmallArray:
     """[E] the cluster of each vector.
 
     products: [E, E] of the vectors. room: [R] size of each cluster, sum(room) == E. Example: vectors 1 0, 0
     1, 1 0, 0 1 and room 2 2 -> 0 1 0 1, or 1 0 1 0.
     """
-    best, least = np.zeros(len(products), dtype=np.int16), np.inf
+    best, least_spread = np.zeros(len(products), dtype=np.int16), np.inf
     for _ in range(STARTS):
-        found = _settled(products, room, _spread(products, len(room), rng))
-        spread = _spread_within(products, found, room)
-        if spread < least:
-            best, least = found, spread
+        clusters = _iterate(products, room, _spread(products, len(room), rng))
+        spread = _spread_within(products, clusters, room)
+        if spread < least_spread:
+            best, least_spread = clusters, spread
     return best
 
 
@@ -86,7 +86,7 @@ def _spread(products: FloatArray, ranks: int, rng: np.random.Generator) -> list[
     return centres
 
 
-def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallArray:
+def _iterate(products: FloatArray, room: IntArray, centres: list[int]) -> SmallArray:
     """Alternate between assigning vectors and computing means until nothing changes. Returns clusters [E].
 
     The lengths of vectors and centres add up to the same in all assignments, since sizes are fixed. So
@@ -94,18 +94,18 @@ def _settled(products: FloatArray, room: IntArray, centres: list[int]) -> SmallA
     """
     slots = np.repeat(np.arange(len(room)), room)
     similar = products[:, centres]
-    found = np.full(len(products), -1)
+    clusters = np.full(len(products), -1)
     for _ in range(ROUNDS):
         new = slots[assign(similar[:, slots])[1]]
-        if (new == found).all():
+        if (new == clusters).all():
             break
-        found = new
-        similar = products @ (np.eye(len(room))[found] / room)
-    return found.astype(np.int16)
+        clusters = new
+        similar = products @ (np.eye(len(room))[clusters] / room)
+    return clusters.astype(np.int16)
 
 
-def _spread_within(products: FloatArray, found: SmallArray, room: IntArray) -> float:
+def _spread_within(products: FloatArray, clusters: SmallArray, room: IntArray) -> float:
     """Sum of squared distances of the vectors to their centres."""
-    member = np.eye(len(room))[found]
-    inside = (member * (products @ member)).sum(axis=0)
-    return float(np.trace(products) - (inside / room).sum())
+    member = np.eye(len(room))[clusters]
+    similarity = (member * (products @ member)).sum(axis=0)
+    return float(np.trace(products) - (similarity / room).sum())

@@ -14,10 +14,10 @@ from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.align import align
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 
-def each_alone(
+def solve_layers(
     profile: Profile,
     ranks: int,
     seed: int,
@@ -31,9 +31,9 @@ def each_alone(
     """
     experts_per_rank(profile.num_experts, ranks)
     layers = len(profile.counts)
-    found = np.zeros((layers, profile.num_experts), dtype=np.int64)
+    experts = np.zeros((layers, profile.num_experts), dtype=np.int64)
     for layer, counts in enumerate(profile.counts):
-        found[layer] = place(counts, np.random.default_rng((seed, layer)))
+        experts[layer] = place(counts, np.random.default_rng((seed, layer)))
         if progress is not None:
             progress(layer + 1, layers)
-    return labelled(profile, align(profile, found, ranks))
+    return label_tokens(profile, align(profile, experts, ranks))

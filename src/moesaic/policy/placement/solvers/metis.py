@@ -23,7 +23,7 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import FloatArray, coactivation
 from moesaic.policy.placement.solvers.align import align
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 HEAVIEST = 10_000
 """Maximum weight of an edge. METIS uses integers and adds them up in 32 bits."""
@@ -41,10 +41,10 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
     for layer, counts in enumerate(profile.counts):
         weights = coactivation(counts, profile.num_experts, profile.top_k)
         np.fill_diagonal(weights, 0.0)
-        experts[layer] = fitted(weights, _parts(weights, room, seed), room)
+        experts[layer] = fit_sizes(weights, _parts(weights, room, seed), room)
         if progress is not None:
             progress(layer + 1, layers)
-    return labelled(profile, align(profile, experts, ranks))
+    return label_tokens(profile, align(profile, experts, ranks))
 
 
 def _parts(weights: FloatArray, room: IntArray, seed: int) -> IntArray:
@@ -65,18 +65,18 @@ def _parts(weights: FloatArray, room: IntArray, seed: int) -> IntArray:
     return np.array(parts, dtype=np.int64)
 
 
-def fitted(weights: FloatArray, parts: IntArray, room: IntArray) -> SmallArray:
+def fit_sizes(weights: FloatArray, parts: IntArray, room: IntArray) -> SmallArray:
     """[E] `parts`, changed until rank r has room[r] experts.
 
     Example: weights between 0 and 1 and between 2 and 3, parts 0 0 0 1, room 2 2 -> 0 0 1 1.
     """
     parts = parts.copy()
-    every = np.arange(len(parts))
-    while (over := np.bincount(parts, minlength=len(room)) - room).any():
-        tied = weights @ np.eye(len(room))[parts]
-        gain = tied - tied[every, parts][:, None]
-        gain[np.ix_(over[parts] <= 0, every[: len(room)])] = -np.inf
-        gain[:, over >= 0] = -np.inf
+    indices = np.arange(len(parts))
+    while (surplus := np.bincount(parts, minlength=len(room)) - room).any():
+        rank_weights = weights @ np.eye(len(room))[parts]
+        gain = rank_weights - rank_weights[indices, parts][:, None]
+        gain[np.ix_(surplus[parts] <= 0, indices[: len(room)])] = -np.inf
+        gain[:, surplus >= 0] = -np.inf
         expert, rank = divmod(int(gain.argmax()), len(room))
         parts[expert] = rank
     return parts.astype(np.int16)

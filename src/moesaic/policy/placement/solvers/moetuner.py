@@ -36,9 +36,9 @@ from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
-from moesaic.policy.placement.solvers.eplb import packed
+from moesaic.policy.placement.solvers.eplb import pack_by_load
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -71,31 +71,32 @@ def solve(
     layers = len(profile.layers)
     limits = limits or SolverLimits()
     clusters = np.zeros((layers, profile.num_experts), dtype=np.int64)
-    unproven = []
+    unproven_layers = []
     for layer, load in enumerate(profile.loads):
-        clusters[layer], proven = balanced(load, room, limits)
-        if not proven:
-            unproven.append(profile.layers[layer])
+        clusters[layer], is_proven = balance_clusters(load, room, limits)
+        if not is_proven:
+            unproven_layers.append(profile.layers[layer])
         if progress is not None:
             progress(layer + 1, layers)
-    numbers = mapped(traffic(profile.transitions, clusters, ranks))
+    numbers = map_clusters(traffic(profile.transitions, clusters, ranks))
     experts = np.take_along_axis(numbers, clusters, axis=1)
-    return replace(labelled(profile, experts.astype(np.int16)), notes=_notes(unproven, limits))
+    return replace(label_tokens(profile, experts.astype(np.int16)), notes=_notes(unproven_layers, limits))
 
 
 def _notes(layers: list[int], limits: SolverLimits) -> tuple[str, ...]:
     if not layers:
         return ()
-    named = ", ".join(map(str, layers))
+    layer_names = ", ".join(map(str, layers))
     return (
-        f"moetuner: limits passed before loads were shown to be within {limits.gap:.1%} in layers {named}",
+        f"moetuner: limits passed before loads were shown to be within {limits.gap:.1%} "
+        f"in layers {layer_names}",
     )
 
 
 # ---- program 1: experts into clusters
 
 
-def balanced(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntArray, bool]:
+def balance_clusters(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntArray, bool]:
     """Clusters [E] with the least deviation from the mean load, and whether they are proved to be within
     the gap.
 
@@ -105,7 +106,7 @@ def balanced(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntA
     Example: loads 5 4 3 2 into two clusters of two -> 5 and 2, 4 and 3.
     """
     experts, ranks = len(load), len(room)
-    simple = packed(load, room).astype(np.int64)
+    simple = pack_by_load(load, room).astype(np.int64)
     if ranks in (1, experts) or not load.any():
         return simple, True
     share = load / load.sum()
@@ -125,8 +126,8 @@ def balanced(load: IntArray, room: IntArray, limits: SolverLimits) -> tuple[IntA
 
 def deviation(load: IntArray, clusters: IntArray, ranks: int) -> float:
     """Sum over the clusters of |load - mean|."""
-    carried = np.bincount(clusters, weights=load, minlength=ranks)
-    return float(np.abs(carried - carried.mean()).sum())
+    cluster_loads = np.bincount(clusters, weights=load, minlength=ranks)
+    return float(np.abs(cluster_loads - cluster_loads.mean()).sum())
 
 
 def _bounds(share: FloatArray, ranks: int, alike: bool) -> Bounds:
@@ -169,7 +170,7 @@ def traffic(transitions: IntArray, clusters: IntArray, ranks: int) -> FloatArray
     return shares
 
 
-def mapped(traffic: FloatArray) -> IntArray:
+def map_clusters(traffic: FloatArray) -> IntArray:
     """The rank [layers, R] of each cluster.
 
     In layer 0, cluster i is on rank i. traffic: [layers - 1, R, R].
@@ -194,21 +195,21 @@ def _costs(moves: FloatArray) -> tuple[FloatArray, FloatArray]:
     return others.max(axis=2), others.sum(axis=2)
 
 
-def bottleneck(most: FloatArray, total: FloatArray) -> IntArray:
-    """Assign each row a column [R]: with the least maximum of `most`, then the least sum of `total`, both
+def bottleneck(worst: FloatArray, total: FloatArray) -> IntArray:
+    """Assign each row a column [R]: with the least maximum of `worst`, then the least sum of `total`, both
     [R, R].
 
     Example: most [[3, 1], [2, 4]] -> columns 1, 0 with maximum 2.
     """
-    values = np.unique(most)
+    values = np.unique(worst)
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
-        row, column = linear_sum_assignment(most > values[middle])
-        if (most > values[middle])[row, column].any():
+        row, column = linear_sum_assignment(worst > values[middle])
+        if (worst > values[middle])[row, column].any():
             low = middle + 1
         else:
             high = middle
     forbidden = total.sum() + 1.0
-    columns = linear_sum_assignment(np.where(most > values[low], forbidden, total))[1]
+    columns = linear_sum_assignment(np.where(worst > values[low], forbidden, total))[1]
     return np.asarray(columns, dtype=np.int64)

@@ -31,8 +31,8 @@ from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers.affinity import coactivation
 from moesaic.policy.placement.solvers.align import align
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.swaps import Affinity, swapped
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.swaps import Affinity, swap_experts
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 FloatArray = npt.NDArray[np.float64]
 RowArray = npt.NDArray[np.float32]
@@ -50,13 +50,13 @@ class Weights:
     """gamma_e: weight of the rank's load, where 1 is its fair share."""
     alike: float = 0.5
     """alpha_r: weight of the cosine between a request and the rank's requests, after subtracting means."""
-    served: float = 1.0
+    served_choices: float = 1.0
     """beta_r: weight of a request's choices that experts of the rank serve, where 1 is an even share."""
     steps: int = 16
     """n_steps: rounds, each of which places experts and requests."""
     swaps: int = 2000
     """ft_steps: maximum number of exchanges of two experts of a layer."""
-    most: int = 4096
+    max_requests: int = 4096
     """Maximum number of requests that are used."""
 
 
@@ -92,7 +92,7 @@ def solve(
     weights = weights or Weights()
     inputs = inputs_of(profile, experts_per_rank(profile.num_experts, ranks), weights)
     experts = alternate(inputs, np.random.default_rng(seed), weights, progress)
-    return labelled(profile, align(profile, experts, ranks))
+    return label_tokens(profile, align(profile, experts, ranks))
 
 
 def alternate(
@@ -126,15 +126,17 @@ def inputs_of(profile: Profile, room: IntArray, weights: Weights) -> Inputs:
     pairs /= np.maximum(pairs.sum(axis=(1, 2), keepdims=True), 1e-300)
     loads = profile.loads / np.maximum(profile.loads.sum(axis=1, keepdims=True), 1)
     enough = profile.routes.requests >= 2 * len(room)
-    rows = _request_rows(profile, weights.most) if enough else _token_rows(profile, weights.most)
+    rows = (
+        _request_rows(profile, weights.max_requests) if enough else _token_rows(profile, weights.max_requests)
+    )
     order = np.argsort(-rows.sum(axis=(1, 2)), kind="stable")
     return Inputs(rows[order], pairs, loads, room)
 
 
-def _request_rows(profile: Profile, most: int) -> RowArray:
-    """[r, layers, E] how often each of the first `most` sampled requests chooses each expert."""
+def _request_rows(profile: Profile, max_requests: int) -> RowArray:
+    """[r, layers, E] how often each of the first `max_requests` sampled requests chooses each expert."""
     routes, size = profile.routes, profile.num_experts
-    requests = min(most, routes.requests)
+    requests = min(max_requests, routes.requests)
     tokens = int(routes.starts[requests])
     rows = np.empty((requests, len(profile.counts), size), dtype=np.float32)
     for layer in range(len(profile.counts)):
@@ -143,19 +145,19 @@ def _request_rows(profile: Profile, most: int) -> RowArray:
     return rows
 
 
-def _token_rows(profile: Profile, most: int) -> RowArray:
-    """[r, layers, E] how often each of the `most` most frequent token ids chooses each expert."""
+def _token_rows(profile: Profile, max_ids: int) -> RowArray:
+    """[r, layers, E] how often each of the `max_ids` most frequent token ids chooses each expert."""
     size = profile.num_experts
-    seen = np.bincount(
+    num_choices = np.bincount(
         profile.counts[0].tokens, weights=profile.counts[0].counts, minlength=profile.vocab_size
     )
-    ids = np.argsort(-seen, kind="stable")[: min(most, np.count_nonzero(seen))]
+    ids = np.argsort(-num_choices, kind="stable")[: min(max_ids, np.count_nonzero(num_choices))]
     number = np.full(profile.vocab_size, -1)
     number[ids] = np.arange(len(ids))
     rows = np.zeros((len(ids), len(profile.counts), size), dtype=np.float32)
     for layer, counts in enumerate(profile.counts):
-        found = number[counts.tokens]
-        rows[found[found >= 0], layer, counts.experts[found >= 0]] = counts.counts[found >= 0]
+        id_index = number[counts.tokens]
+        rows[id_index[id_index >= 0], layer, counts.experts[id_index >= 0]] = counts.counts[id_index >= 0]
     return rows
 
 
@@ -184,7 +186,7 @@ def place_requests(inputs: Inputs, experts: IntArray, weights: Weights) -> IntAr
     unit, local = _unit(inputs), _local(inputs, experts)
     size = local.sum(axis=1, keepdims=True)
     mean = local.sum(axis=0) / max(1.0, local.sum())
-    served = weights.served * inputs.ranks * (local / np.maximum(size, 1.0) - mean)
+    served = weights.served_choices * inputs.ranks * (local / np.maximum(size, 1.0) - mean)
     left = requests_per_rank(len(unit), inputs.ranks)
     centres = np.zeros((inputs.ranks, unit.shape[1]), dtype=np.float32)
     labels = np.zeros(len(unit), dtype=np.int64)
@@ -261,7 +263,7 @@ def place_experts(
         held[expert, rank] = 1.0
         carried[rank] += load
         left[rank] -= 1
-    return swapped(affinity, held.argmax(axis=1), rng, weights.swaps)
+    return swap_experts(affinity, held.argmax(axis=1), rng, weights.swaps)
 
 
 def _affinity(inputs: Inputs, layer: int, requests: IntArray, weights: Weights) -> Affinity:

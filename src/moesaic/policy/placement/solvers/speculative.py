@@ -36,9 +36,9 @@ import numpy.typing as npt
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
-from moesaic.policy.placement.solvers.layers import each_alone
+from moesaic.policy.placement.solvers.layers import solve_layers
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.swaps import Affinity, swapped
+from moesaic.policy.placement.solvers.swaps import Affinity, swap_experts
 
 FloatArray = npt.NDArray[np.float64]
 RowArray = npt.NDArray[np.float32]
@@ -65,7 +65,7 @@ class CrossEntropySearch:
     balance: float = 0.5
     """Price of the mean square of the ranks' loads in the start. All pairs on one rank together count 0 to
     1."""
-    settled: float = 0.95
+    settled_probability: float = 0.95
     """The search ends when the most likely rank of every expert has more than this probability."""
     heads: int = 2048
     """Number of token ids that count individually. Rarer ones with the same favourite expert are counted as
@@ -86,7 +86,7 @@ def solve(
     Raises ConfigError unless `ranks` is 1 to the number of experts.
     """
     chosen, size = search or CrossEntropySearch(), profile.num_experts
-    return each_alone(
+    return solve_layers(
         profile,
         ranks,
         seed,
@@ -116,7 +116,7 @@ def search_layer(
             best, best_score = drawn[order[0]], float(score[order[0]])
         chosen = np.concatenate([drawn[order], best[None]])
         p += settings.smoothing * (np.eye(ranks)[chosen].mean(axis=0) - p)
-        if p.max(axis=1).min() > settings.settled:
+        if p.max(axis=1).min() > settings.settled_probability:
             break
     return best
 
@@ -183,16 +183,16 @@ def dense(counts: Counts, num_experts: int) -> RowArray:
     return found
 
 
-def _heads(rows: RowArray, most: int) -> RowArray:
-    """The heaviest `most` rows, and the sums of the other rows by their favourite expert.
+def _heads(rows: RowArray, count: int) -> RowArray:
+    """The heaviest `count` rows, and the sums of the other rows by their favourite expert.
 
     The heaviest row comes first.
     """
     order = np.argsort(-rows.sum(axis=1), kind="stable")
-    heads, tail = rows[order[:most]], rows[order[most:]]
+    heads, tail = rows[order[:count]], rows[order[count:]]
     favourite = np.eye(rows.shape[1], dtype=np.float32)[tail.argmax(axis=1)]
-    summed = favourite.T @ tail
-    tokens = np.concatenate([heads, summed[summed.any(axis=1)]])
+    tail_sums = favourite.T @ tail
+    tokens = np.concatenate([heads, tail_sums[tail_sums.any(axis=1)]])
     return tokens[np.argsort(-tokens.sum(axis=1), kind="stable")]
 
 
@@ -211,6 +211,8 @@ def _start(
         loads=loads * np.sqrt(settings.balance * ranks),
     )
     slots = np.repeat(np.arange(ranks), room)
-    most = 100 * len(loads)
-    options = [swapped(affinity, rng.permutation(slots), rng, most) for _ in range(settings.restarts)]
+    max_steps = 100 * len(loads)
+    options = [
+        swap_experts(affinity, rng.permutation(slots), rng, max_steps) for _ in range(settings.restarts)
+    ]
     return options[int(scores(tokens, np.array(options), ranks, settings).argmax())]

@@ -34,27 +34,27 @@ class Affinity:
     def value(self, labels: IntArray) -> float:
         """Value of the pairs on one rank, plus that of each expert on its rank, minus the squares of the
         ranks' loads."""
-        same = labels[:, None] == labels
-        pairs = (self.pairs * same).sum() - np.diagonal(self.pairs).sum()
-        carried = np.bincount(labels, weights=self.loads, minlength=self.ranks.shape[1])
-        return float(pairs / 2 + self.ranks[np.arange(len(labels)), labels].sum() - (carried**2).sum())
+        on_same_rank = labels[:, None] == labels
+        pairs = (self.pairs * on_same_rank).sum() - np.diagonal(self.pairs).sum()
+        rank_loads = np.bincount(labels, weights=self.loads, minlength=self.ranks.shape[1])
+        return float(pairs / 2 + self.ranks[np.arange(len(labels)), labels].sum() - (rank_loads**2).sum())
 
     def gains(self, labels: IntArray) -> FloatArray:
         """[E, E] gain in value from exchanging the ranks of two experts; 0 if they are on one rank."""
-        each = np.arange(len(labels))
-        held = np.eye(self.ranks.shape[1])[labels]
-        carried = (self.loads @ held)[labels]
-        values = self.pairs @ held + self.ranks
-        values[each, labels] -= np.diagonal(self.pairs)
-        moved = values[:, labels] - values[each, labels][:, None]
-        more = self.loads[:, None] - self.loads
-        squares = 2 * more * (carried - carried[:, None] + more)
-        gains: FloatArray = moved + moved.T - 2 * self.pairs - squares
+        indices = np.arange(len(labels))
+        one_hot = np.eye(self.ranks.shape[1])[labels]
+        rank_loads = (self.loads @ one_hot)[labels]
+        values = self.pairs @ one_hot + self.ranks
+        values[indices, labels] -= np.diagonal(self.pairs)
+        move_gain = values[:, labels] - values[indices, labels][:, None]
+        load_difference = self.loads[:, None] - self.loads
+        squares = 2 * load_difference * (rank_loads - rank_loads[:, None] + load_difference)
+        gains: FloatArray = move_gain + move_gain.T - 2 * self.pairs - squares
         gains[labels[:, None] == labels] = 0.0
         return gains
 
 
-def swapped(affinity: Affinity, labels: IntArray, rng: np.random.Generator, steps: int) -> IntArray:
+def swap_experts(affinity: Affinity, labels: IntArray, rng: np.random.Generator, steps: int) -> IntArray:
     """Make at most `steps` exchanges that each gain. Returns the changed `labels` [E].
 
     Example: experts 0, 1 and 2, 3 belong together but are placed 0, 2 | 1, 3. One exchange corrects that.

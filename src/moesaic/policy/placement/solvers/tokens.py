@@ -10,7 +10,7 @@ from moesaic.core.profile import Counts, Profile, SmallArray
 from moesaic.core.tokens import IntArray
 
 
-def labelled(
+def label_tokens(
     profile: Profile, experts: SmallArray, worth: npt.NDArray[np.float64] | None = None
 ) -> Coclusters:
     """Clusters of `experts` and of the tokens that fit them. experts: [layers, E] ranks from 0.
@@ -31,13 +31,13 @@ def labelled(
     for layer, counts in enumerate(profile.counts):
         choices = rank_choices(counts, experts[layer], ranks)
         total = choices.sum(axis=1)
-        seen = total > 0
+        is_known = total > 0
         values = choices if worth is None else choices @ worth
-        labels[layer] = np.where(seen, values.argmax(axis=1), values.sum(axis=0).argmax())
+        labels[layer] = np.where(is_known, values.argmax(axis=1), values.sum(axis=0).argmax())
         if profile.nearest is not None:
-            labels[layer] = np.where(seen, labels[layer], labels[layer][profile.nearest])
-        own = np.take_along_axis(choices, labels[layer, :, None].astype(np.int64), axis=1)[:, 0]
-        confidence[layer] = np.where(seen, own, 0) / np.maximum(total, 1)
+            labels[layer] = np.where(is_known, labels[layer], labels[layer][profile.nearest])
+        own_choices = np.take_along_axis(choices, labels[layer, :, None].astype(np.int64), axis=1)[:, 0]
+        confidence[layer] = np.where(is_known, own_choices, 0) / np.maximum(total, 1)
     return Coclusters(ranks, experts.astype(np.int16), labels, confidence)
 
 
@@ -45,5 +45,5 @@ def rank_choices(counts: Counts, experts: SmallArray, ranks: int) -> IntArray:
     """[V, ranks] how often each token id chose experts of each rank. experts: [E] their ranks."""
     vocab_size = len(counts.starts) - 1
     keys = counts.tokens * ranks + experts[counts.experts]
-    found = np.bincount(keys, weights=counts.counts, minlength=vocab_size * ranks)
-    return found.astype(np.int64).reshape(vocab_size, ranks)
+    choices = np.bincount(keys, weights=counts.counts, minlength=vocab_size * ranks)
+    return choices.astype(np.int64).reshape(vocab_size, ranks)

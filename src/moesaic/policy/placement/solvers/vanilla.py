@@ -11,7 +11,7 @@ import numpy as np
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.profile import Profile
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 
 def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None = None) -> Coclusters:
@@ -23,4 +23,4 @@ def solve(profile: Profile, ranks: int, seed: int = 0, progress: Progress | None
     layers = len(profile.layers)
     if progress is not None:
         progress(layers, layers)
-    return labelled(profile, np.tile(row, (layers, 1)).astype(np.int16))
+    return label_tokens(profile, np.tile(row, (layers, 1)).astype(np.int16))

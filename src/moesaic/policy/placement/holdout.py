@@ -27,7 +27,7 @@ from moesaic.policy.placement.locality import (
 
 
 @dataclass(frozen=True)
-class Measured:
+class PlacementMeasures:
     """The measures of a placement on held-out requests."""
 
     token: Locality
@@ -49,55 +49,59 @@ def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
         allowed = "2 or more, so that some can be held out. Record more requests, or raise --max-memory"
         allowed += " (serve: --record-routing-memory): routes get the memory that counts leave free"
         raise ConfigError.field("requests with recorded routes", routes.requests, allowed)
-    learned, held_out = routes.split(share, seed)
-    if not held_out.requests or not len(held_out.tokens) or not len(learned.tokens):
+    train_routes, test_routes = routes.split(share, seed)
+    if not test_routes.requests or not len(test_routes.tokens) or not len(train_routes.tokens):
         allowed = f"a share that leaves some of the {routes.requests} requests with routes on each side"
         raise ConfigError.field("--share", share, allowed)
     rng = np.random.default_rng(seed)
-    return profile.with_routes(learned), held_out.select(rng.permutation(held_out.requests))
+    return profile.with_routes(train_routes), test_routes.select(rng.permutation(test_routes.requests))
 
 
-def unseen(learned: Profile, held_out: Routes) -> float:
-    """Share of the held-out tokens with ids that `learned` does not know."""
-    return float(1 - np.isin(held_out.tokens, learned.counts[0].known_tokens).mean())
+def measure_unseen(train_profile: Profile, test_routes: Routes) -> float:
+    """Share of the held-out tokens with ids that `train_profile` does not know."""
+    return float(1 - np.isin(test_routes.tokens, train_profile.counts[0].known_tokens).mean())
 
 
 def measure_placement(
-    learned: Profile,
+    train_profile: Profile,
     clusters: Coclusters,
     placement: Placement,
-    held_out: Routes,
+    test_routes: Routes,
     prices: FloatArray | None = None,
-) -> Measured:
+) -> PlacementMeasures:
     """Measure a placement on the held-out requests.
 
-    learned: the profile that `clusters` were made from. placement: that of the clusters, possibly with more
+    train_profile: the profile that `clusters` were made from. placement: that of the clusters, possibly with more
     copies. prices: [R, R] of the links, by which replicas are chosen and requests are dispatched. None: all
     links are alike.
     """
-    homes, ranks = homes_in(placement, learned.layers), clusters.ranks
-    own = token_ranks(clusters, held_out.tokens, learned.nearest)
-    return Measured(
-        token=measure(held_out.experts, homes, own, ranks, prices),
-        request=request_level(learned, homes, ranks, held_out, prices=prices),
+    homes, ranks = homes_in(placement, train_profile.layers), clusters.ranks
+    own_ranks = token_ranks(clusters, test_routes.tokens, train_profile.nearest)
+    return PlacementMeasures(
+        token=measure(test_routes.experts, homes, own_ranks, ranks, prices),
+        request=request_level(train_profile, homes, ranks, test_routes, prices=prices),
     )
 
 
 def measure_links(
-    learned: Profile, placement: Placement, held_out: Routes, there: HostMap, aware: bool
+    train_profile: Profile, placement: Placement, test_routes: Routes, host_map: HostMap, aware: bool
 ) -> LinkLoads:
     """What a token of the held-out requests sends from host to host, with attention-DP.
 
-    aware: replicas are chosen and requests are dispatched by the links of `there`. Otherwise all links count
+    aware: replicas are chosen and requests are dispatched by the links of `host_map`. Otherwise all links count
     alike. Workers without a server of their own then take requests in turn.
     """
-    homes, ranks, workers = homes_in(placement, learned.layers), len(there.servers), len(there.workers)
-    prices = there.prices if aware else None
-    if aware or there.beside:
-        own = request_owners(learned, homes, ranks, held_out, prices=prices)
+    homes, ranks, workers = (
+        homes_in(placement, train_profile.layers),
+        len(host_map.servers),
+        len(host_map.workers),
+    )
+    prices = host_map.prices if aware else None
+    if aware or host_map.workers_are_ranks:
+        own_ranks = request_owners(train_profile, homes, ranks, test_routes, prices=prices)
     else:
-        own = (held_out.owners % workers).astype(np.int16)
-    each = np.broadcast_to(own[:, None], held_out.experts.shape[:2])
-    blind = prices if there.beside else np.ones((workers, ranks))
-    found = hosts(held_out.experts, homes, each, there.prices if aware else blind)
-    return link_loads(found, each, there)
+        own_ranks = (test_routes.owners % workers).astype(np.int16)
+    ranks_by_layer = np.broadcast_to(own_ranks[:, None], test_routes.experts.shape[:2])
+    blind = prices if host_map.workers_are_ranks else np.ones((workers, ranks))
+    pair_servers = hosts(test_routes.experts, homes, ranks_by_layer, host_map.prices if aware else blind)
+    return link_loads(pair_servers, ranks_by_layer, host_map)

@@ -5,7 +5,7 @@ import pytest
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
-from moesaic.policy.placement.held_out import measure_placement, split, unseen
+from moesaic.policy.placement.holdout import measure_placement, measure_unseen, split
 from moesaic.policy.placement.redundancy import place
 from moesaic.policy.placement.solvers import SOLVERS
 
@@ -38,8 +38,8 @@ def test_requests_are_on_one_side_each_in_random_order() -> None:
 
 def test_unseen_tokens_are_counted_as_often_as_they_come() -> None:
     learned = profile([0, 1])
-    assert unseen(learned, profile([0, 1, 1]).routes) == 0
-    assert unseen(learned, profile([0, 2, 3, 3]).routes) == 0.75
+    assert measure_unseen(learned, profile([0, 1, 1]).routes) == 0
+    assert measure_unseen(learned, profile([0, 2, 3, 3]).routes) == 0.75
 
 
 def test_request_level_is_below_token_level_where_rounds_decide() -> None:

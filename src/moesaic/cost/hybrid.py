@@ -19,7 +19,7 @@ class Recurrent(Protocol):
     @property
     def output(self) -> int: ...
 
-    def projected(self, hidden: int) -> tuple[int, int]: ...
+    def projection_sizes(self, hidden: int) -> tuple[int, int]: ...
 
     def state_numbers(self) -> tuple[int, int]:
         """Numbers of a page and of a seat (`kernels.states`)."""
@@ -49,7 +49,7 @@ class DeltaRule:
     def output(self) -> int:
         return self._values
 
-    def projected(self, hidden: int) -> tuple[int, int]:
+    def projection_sizes(self, hidden: int) -> tuple[int, int]:
         return hidden * 2 * (self._keys + self._values + self.value_heads), hidden * self._values
 
     def state_numbers(self) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class ShortConvolution:
     def output(self) -> int:
         return self.channels
 
-    def projected(self, hidden: int) -> tuple[int, int]:
+    def projection_sizes(self, hidden: int) -> tuple[int, int]:
         return 3 * hidden * self.channels, hidden * self.channels
 
     def state_numbers(self) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class HybridAttention:
     """Layers of two kinds: attention over a cache, and layers with a state of each sequence.
 
     Every number is the mean over the layers, so that the sums over all layers are right.
@@ -106,12 +106,12 @@ class Mixed:
     share: float
     """Share of the layers with attention over a cache."""
     recurrent: Recurrent
-    gated: bool = False
+    has_gate: bool = False
     """Whether attention over a cache has a gate as wide as its queries (Qwen3-Next)."""
 
     @property
-    def cached(self) -> int:
-        return max(1, math.ceil(self.share * self.full.cached))
+    def cache_width(self) -> int:
+        return max(1, math.ceil(self.share * self.full.cache_width))
 
     @property
     def rows(self) -> int:
@@ -129,13 +129,18 @@ class Mixed:
     def pair_flops(self) -> int:
         return round(self.share * self.full.pair_flops)
 
-    def projected(self, hidden: int) -> tuple[int, int]:
-        (before, after), (first, last) = self.full.projected(hidden), self.recurrent.projected(hidden)
-        return round(self._mean(before + hidden * self._gate, first)), round(self._mean(after, last))
+    def projection_sizes(self, hidden: int) -> tuple[int, int]:
+        (full_input, full_output), (first, last) = (
+            self.full.projection_sizes(hidden),
+            self.recurrent.projection_sizes(hidden),
+        )
+        return round(self._mean(full_input + hidden * self._gate, first)), round(
+            self._mean(full_output, last)
+        )
 
     @property
     def _gate(self) -> int:
-        return self.full.query if self.gated else 0
+        return self.full.query if self.has_gate else 0
 
     def _mean(self, full: float, recurrent: float) -> float:
         return self.share * full + (1 - self.share) * recurrent

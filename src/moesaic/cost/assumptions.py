@@ -7,22 +7,22 @@ from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 
 
-def assumed(model: ModelSizes, hardware: Hardware) -> list[str]:
+def list_assumptions(model: ModelSizes, hardware: Hardware) -> list[str]:
     """One sentence for each assumption about experts that are quantised or converted."""
-    found, processor, kind = [], hardware.fast.processor, model.quantized
-    packed = kind is not None and is_packed(kind)
-    known = {} if processor is None else dict(processor.packed)
-    measured = kind is not None and all(one in known for one in split_dtype(kind))
-    if packed and processor is not None and not measured:
+    sentences, processor, kind = [], hardware.fast.processor, model.quantized_dtype
+    is_quantized_type = kind is not None and is_packed(kind)
+    packed_rates = {} if processor is None else dict(processor.packed_rates)
+    has_rates = kind is not None and all(one in packed_rates for one in split_dtype(kind))
+    if is_quantized_type and processor is not None and not has_rates:
         rates = "the roofline of their bytes: the machine's file has no rates of experts"
         if processor.experts:
             rates = f"the rates of unquantised ones: the machine's file has none of {kind} (fast.experts)"
-        found.append(f"Assumed: experts in {kind} compute at {rates}.")
+        sentences.append(f"Assumed: experts in {kind} compute at {rates}.")
     if model.conversion is not None and model.conversion not in dict(hardware.link.conversions):
         plain = {"columns": "columns", "decompressed": "compressed experts"}
-        what = plain.get(model.conversion, f"quantised experts to {model.conversion}")
-        found.append(
-            f"Assumed: converting {what} takes no time when they are loaded: the machine's file has no rate "
+        conversion_name = plain.get(model.conversion, f"quantised experts to {model.conversion}")
+        sentences.append(
+            f"Assumed: converting {conversion_name} takes no time when they are loaded: the machine's file has no rate "
             f"of it (link.convert_gib.{model.conversion})."
         )
-    return found
+    return sentences

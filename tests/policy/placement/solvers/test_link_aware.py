@@ -17,7 +17,7 @@ from moesaic.policy.placement.link_prices import worth_of
 from moesaic.policy.placement.solvers import annealing, vanilla
 from moesaic.policy.placement.solvers.align import overlaps
 from moesaic.policy.placement.solvers.annealing import AnnealingSearch, Layer
-from moesaic.policy.placement.solvers.priced import agreement, priced, renumbered
+from moesaic.policy.placement.solvers.link_aware import agreement, renumber_clusters, solve_for_links
 
 QUICK = AnnealingSearch(heads=64, sample=32, polish=128, brief=300)
 FloatArray = npt.NDArray[np.float64]
@@ -70,7 +70,7 @@ def test_partners_come_onto_one_host() -> None:
     blind = vanilla.solve(profile, 4)
     blind = type(blind)(4, np.tile(topics, (3, 1)).astype(np.int16), blind.tokens, blind.confidence)
     prices = two_level([0, 0, 1, 1])
-    found = priced(profile, blind, prices, search=QUICK)
+    found = solve_for_links(profile, blind, prices, search=QUICK)
     hosts_of = np.array([0, 0, 1, 1])[found.experts]
     for layer in range(3):
         assert len(set(hosts_of[layer, topics % 2 == 0].tolist())) == 1, "topics 0 and 2 share a host"
@@ -81,7 +81,9 @@ def test_partners_come_onto_one_host() -> None:
 def test_equal_arguments_give_equal_clusters() -> None:
     profile = noise(3, 8, 2, 2)
     prices = two_level([0, 0, 1, 1])
-    one, other = (priced(profile, vanilla.solve(profile, 4), prices, 5, search=QUICK) for _ in range(2))
+    one, other = (
+        solve_for_links(profile, vanilla.solve(profile, 4), prices, 5, search=QUICK) for _ in range(2)
+    )
     assert (one.experts == other.experts).all()
     assert (one.tokens == other.tokens).all()
 
@@ -91,7 +93,7 @@ def test_noise_gets_cheaper_too(seed: int) -> None:
     profile = noise(seed, 12, 2, 3)
     prices = two_level([0, 1, 0, 1])
     blind = vanilla.solve(profile, 4)
-    found = priced(profile, blind, prices, search=QUICK)
+    found = solve_for_links(profile, blind, prices, search=QUICK)
     assert cost(profile, found.experts, prices) < cost(profile, blind.experts, prices)
 
 
@@ -99,7 +101,7 @@ def test_numbers_are_the_best_of_all_where_few_are_possible() -> None:
     profile = noise(7, 9, 2, 2, requests=30)
     experts = np.tile(np.arange(9) % 3, (2, 1))
     worth = worth_of(two_level([0, 0, 1]))
-    found = renumbered(profile, experts, worth)
+    found = renumber_clusters(profile, experts, worth)
     overlap = overlaps(profile, experts, 3)
     best = max(
         agreement(overlap, np.array([one, other]), worth)
@@ -113,7 +115,7 @@ def test_numbers_are_the_best_of_all_where_few_are_possible() -> None:
 def test_equal_links_leave_aligned_numbers_alone() -> None:
     profile, topics = pairs_of_topics(2)
     experts = np.tile(topics, (3, 1))
-    assert (renumbered(profile, experts, worth_of(1 - np.eye(4))) == experts).all()
+    assert (renumber_clusters(profile, experts, worth_of(1 - np.eye(4))) == experts).all()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4))
@@ -124,7 +126,7 @@ def test_gains_are_those_of_the_value(seed: int, ranks: int) -> None:
     rows = rng.integers(0, 9, (size, 15)).astype(np.float32)
     worth = worth_of(two_level(rng.integers(0, 2, ranks).tolist()))
     loads = rows.sum(axis=1, dtype=np.float64) + 1
-    layer = Layer.of(rows, loads, ranks, AnnealingSearch(spare=0.05), worth)
+    layer = Layer.from_rows(rows, loads, ranks, AnnealingSearch(spare=0.05), worth)
     labels = rng.permutation(np.arange(size) % ranks)
     expert = int(rng.integers(size))
     there = (labels[expert] + 1) % ranks

@@ -33,18 +33,18 @@ from moesaic.policy.placement.solvers.annealing import (
     AnnealingSearch,
     Layer,
     anneal,
-    chosen,
     dense,
     overload,
     polish,
+    sample_rows,
 )
 from moesaic.policy.placement.solvers.solver import Progress
-from moesaic.policy.placement.solvers.tokens import labelled
+from moesaic.policy.placement.solvers.tokens import label_tokens
 
 FloatArray = npt.NDArray[np.float64]
 
 
-def priced(
+def solve_for_links(
     profile: Profile,
     clusters: Coclusters,
     prices: FloatArray,
@@ -61,35 +61,36 @@ def priced(
     experts of each other. Then clusters 0 and 2 come onto one host.
     """
     worth, settings = worth_of(prices), search or AnnealingSearch()
-    beside = prices.shape == (clusters.ranks, clusters.ranks) and not prices.diagonal().any()
-    between = worth if beside else worth @ worth.T / len(prices)
-    experts = renumbered(profile, clusters.experts.astype(np.int64), between)
+    workers_are_ranks = prices.shape == (clusters.ranks, clusters.ranks) and not prices.diagonal().any()
+    rank_worth = worth if workers_are_ranks else worth @ worth.T / len(prices)
+    experts = renumber_clusters(profile, clusters.experts.astype(np.int64), rank_worth)
     layers = len(experts)
     for layer, counts in enumerate(profile.counts):
         rng = np.random.default_rng((seed, layer))
-        experts[layer] = _exchanged(counts, experts[layer], worth, rng, settings)
+        experts[layer] = _exchange_experts(counts, experts[layer], worth, rng, settings)
         if progress is not None:
             progress(layer + 1, layers)
     return replace(
-        labelled(profile, experts.astype(np.int16), worth if beside else None), notes=clusters.notes
+        label_tokens(profile, experts.astype(np.int16), worth if workers_are_ranks else None),
+        notes=clusters.notes,
     )
 
 
-def renumbered(profile: Profile, experts: IntArray, worth: FloatArray) -> IntArray:
+def renumber_clusters(profile: Profile, experts: IntArray, worth: FloatArray) -> IntArray:
     """The ranks [layers, E] with other numbers, for which the value of `agreement` is higher or as high.
 
     worth: [R, R] between two ranks: what both are worth for the same workers.
     """
     layers, ranks = len(experts), len(worth)
-    overlap, even = overlaps(profile, experts, ranks), (worth + worth.T) / 2
+    overlap, symmetric_worth = overlaps(profile, experts, ranks), (worth + worth.T) / 2
     numbers = np.tile(np.arange(ranks), (layers, 1))
-    changed = True
-    while changed:
-        before = numbers.copy()
-        numbers = _everywhere(overlap, numbers, even)[numbers]
+    has_changed = True
+    while has_changed:
+        old_numbers = numbers.copy()
+        numbers = _number_all_layers(overlap, numbers, symmetric_worth)[numbers]
         for layer in range(layers):
-            numbers[layer] = _one_layer(overlap, numbers, layer, even)
-        changed = bool((numbers != before).any())
+            numbers[layer] = _number_layer(overlap, numbers, layer, symmetric_worth)
+        has_changed = bool((numbers != old_numbers).any())
     return np.take_along_axis(numbers, experts, axis=1)
 
 
@@ -102,40 +103,42 @@ def agreement(overlap: FloatArray, numbers: IntArray, worth: FloatArray) -> floa
     return float((overlap.reshape(len(flat), -1) * worth[flat][:, flat]).sum())
 
 
-def _everywhere(overlap: FloatArray, numbers: IntArray, worth: FloatArray) -> IntArray:
+def _number_all_layers(overlap: FloatArray, numbers: IntArray, worth: FloatArray) -> IntArray:
     """[R] the number that each rank should get in all layers."""
     ranks = len(worth)
-    held = np.eye(ranks)[numbers.ravel()]
-    between = held.T @ overlap.reshape(len(held), -1) @ held
-    return _swaps(np.arange(ranks), lambda new: float((between * worth[new][:, new]).sum()))
+    one_hot = np.eye(ranks)[numbers.ravel()]
+    rank_overlap = one_hot.T @ overlap.reshape(len(one_hot), -1) @ one_hot
+    return _swaps(np.arange(ranks), lambda new: float((rank_overlap * worth[new][:, new]).sum()))
 
 
-def _one_layer(overlap: FloatArray, numbers: IntArray, layer: int, worth: FloatArray) -> IntArray:
+def _number_layer(overlap: FloatArray, numbers: IntArray, layer: int, worth: FloatArray) -> IntArray:
     """[R] the numbers of a layer's clusters, given those of the other layers."""
     ranks = len(worth)
-    others = np.eye(ranks)[numbers]
-    others[layer] = 0.0
-    gain = 2 * overlap[layer].reshape(ranks, -1) @ others.reshape(-1, ranks) @ worth
-    own, each = overlap[layer, :, layer], np.arange(ranks)
-    return _swaps(numbers[layer], lambda new: float(gain[each, new].sum() + (own * worth[new][:, new]).sum()))
+    other_layers = np.eye(ranks)[numbers]
+    other_layers[layer] = 0.0
+    gain = 2 * overlap[layer].reshape(ranks, -1) @ other_layers.reshape(-1, ranks) @ worth
+    own_overlap, indices = overlap[layer, :, layer], np.arange(ranks)
+    return _swaps(
+        numbers[layer], lambda new: float(gain[indices, new].sum() + (own_overlap * worth[new][:, new]).sum())
+    )
 
 
 def _swaps(numbers: IntArray, value: Callable[[IntArray], float]) -> IntArray:
     """Swap two of the numbers [R] as long as that raises the value. Returns the changed numbers."""
-    numbers, best, changed = numbers.copy(), value(numbers), True
-    while changed:
-        changed = False
+    numbers, best, has_changed = numbers.copy(), value(numbers), True
+    while has_changed:
+        has_changed = False
         for one, other in combinations(range(len(numbers)), 2):
             numbers[[one, other]] = numbers[[other, one]]
-            found = value(numbers)
-            if found > best + EXACT:
-                best, changed = found, True
+            new_value = value(numbers)
+            if new_value > best + EXACT:
+                best, has_changed = new_value, True
             else:
                 numbers[[one, other]] = numbers[[other, one]]
     return numbers
 
 
-def _exchanged(
+def _exchange_experts(
     counts: Counts, labels: IntArray, worth: FloatArray, rng: np.random.Generator, search: AnnealingSearch
 ) -> IntArray:
     """The ranks [E] of a layer's experts after exchanges that gain worth."""
@@ -150,6 +153,8 @@ def _exchanged(
         hot=search.warm,
         steps=search.brief,
     )
-    small = Layer.of(chosen(rows, search.heads, search.sample, rng), loads, ranks, brief, worth)
-    large = Layer.of(chosen(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, brief, worth)
+    small = Layer.from_rows(sample_rows(rows, search.heads, search.sample, rng), loads, ranks, brief, worth)
+    large = Layer.from_rows(
+        sample_rows(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, brief, worth
+    )
     return polish(large, max(labels, anneal(small, labels, rng, brief), key=large.value))
