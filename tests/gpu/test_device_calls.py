@@ -25,7 +25,7 @@ from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import COPIES, DEVICE, WAITS, OnDevice, sanitized
 from tests.support.gpu_server_process import SECRET, Servers, servers
 from tests.support.gpu_shared_memory import FileSharing, shared_memory
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import Directory, ExpertLayout
@@ -288,7 +288,7 @@ def test_a_whole_answer_outlives_its_connection(path: Path, layout: ExpertLayout
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs")
 def test_recorded_steps_send_rows_from_the_device(
     path: Path, halves: Servers, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from tests.support import gpu_cases
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import WAITS, sanitized
 from tests.support.served_worker import server
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic.experts.remote import RemoteExperts
 from moesaic.gpu.graphs.graphs import GraphRunner
@@ -21,7 +21,7 @@ from moesaic.runtime.step import step_kind
 
 pytestmark = [
     pytest.mark.full,  # beside fifteen others on two cores it takes nearly a minute
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 PROMPTS = [[3], [5], [7, 9]]

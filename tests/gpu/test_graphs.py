@@ -15,7 +15,7 @@ from tests.support.delta_steps import BLOCK, STATES, Inputs, Layer
 from tests.support.drafting import Oracle
 from tests.support.gpu_graphs import Graph, graphs, record
 from tests.support.gpu_sanitizer import WAITS, sanitized
-from tests.support.triton_kernels import INTERPRETED, TRITON
+from tests.support.triton_kernels import IS_INTERPRETED, TRITON
 from torch import nn
 
 from moesaic import LLM, SamplingParams
@@ -28,7 +28,7 @@ from moesaic.runtime.step.step_kind import Kind
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 FAMILIES = ("lfm2", *(pytest.param(one, marks=pairs.REST) for one in ("deepseek-full", "qwen3-next")))

@@ -126,7 +126,7 @@ class SharedAttention:
 class StepRecordings(Protocol):
     """On any other rank: what it records and replays."""
 
-    def is_about(self, message: bytes) -> bool:
+    def is_recording_message(self, message: bytes) -> bool:
         """Whether a message of the first rank is about recordings."""
         ...
 
@@ -161,7 +161,7 @@ class AttentionRank:
         with torch.inference_mode():
             while True:
                 message = next_message(rows.group, self._memory)
-                if self._recordings is not None and self._recordings.is_about(message):
+                if self._recordings is not None and self._recordings.is_recording_message(message):
                     self._recordings.follow(message)
                     continue
                 layer, step = _parse_message(message, layers)
