@@ -234,7 +234,7 @@ def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
     path = written["packed int4"]
     outside = registry.bytes_outside_experts(path, table.pick("cpu"))
     layout = registry.expert_layout(path, table.pick("cpu"))
-    assert outside == load_model(ModelConfig(str(path)), elsewhere=layout).model.num_bytes
+    assert outside == load_model(ModelConfig(str(path)), expert_layout=layout).model.num_bytes
     assert outside < 4 * read_checkpoint_sizes(path, "x", table.pick("cpu")).other / GIB * GIB
 
 
