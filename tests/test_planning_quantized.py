@@ -27,7 +27,7 @@ from moesaic.planning.sizes import read_checkpoint_sizes
 from moesaic.policy.offloading.durations import Durations
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.tasks import Kind, Lane
-from moesaic.runtime import offloaded
+from moesaic.runtime import offloaded_worker
 from moesaic.runtime.model_loading import load_model
 from tests.models.test_quantized import FORMATS
 from tests.support import gguf_files, model_configs, quantizers, tiny_models
@@ -91,7 +91,7 @@ def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> 
     found = planned(path, f"{cap}MiB")
     offload, price = found.worker.offload, found.price
     assert offload is not None and 0 < offload.static_experts < 16
-    loaded, layout = offloaded.load(found.worker, offload, None)
+    loaded, layout = offloaded_worker.load(found.worker, offload, None)
     assert found.model.expert_bytes == layout.expert_bytes
     if form != "columns":  # these are counted as all of one type
         assert found.model.other == pytest.approx(loaded.model.num_bytes)
