@@ -99,6 +99,8 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
     converting = None
     with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
         converting = (
-            offloaded_worker.find_conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None
+            offloaded_worker.find_conversion(ModelConfig(str(path), device="cpu"))
+            if has_weights(path)
+            else None
         )
     return replace(effort, products=sizes, converting=None if converting is None else Converting(*converting))

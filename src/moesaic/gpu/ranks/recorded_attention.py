@@ -29,9 +29,9 @@ from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.runtime.group.announcer import Announcer, at_first, free_recordings
 from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.announcer import Announcer, at_first, free_recordings
 from moesaic.runtime.step.running_step import SharedRows
 from moesaic.runtime.step.stages import until_output_projection
 from moesaic.runtime.step.step_kind import Kind

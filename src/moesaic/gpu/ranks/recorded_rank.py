@@ -68,7 +68,7 @@ class RecordedRank:
             return model.predict(batch, rows)
         kept = model.select_kept_rows(rows)
         kind = Kind.from_batch(batch, model.model.spec, self._recorded.multiple)
-        kind = kind._replace(several=False)  # that layer keeps no states
+        kind = kind._replace(has_sequences_of_several_rows=False)  # that layer keeps no states
         if (kind, True) not in self._steps:
             self._steps[kind, True] = self._record_prediction(kind)
         step = self._steps[kind, True]

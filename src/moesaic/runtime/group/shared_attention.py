@@ -28,10 +28,10 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.runtime.group.announcer import Announcer, at_first
 from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
-from moesaic.runtime.group.announcer import Announcer, at_first
 from moesaic.runtime.step.stages import Exchanges, RecordedStages, until_output_projection
 from moesaic.runtime.step.step_kind import Kind
 
