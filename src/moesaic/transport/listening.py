@@ -225,7 +225,7 @@ class Listener:
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
     delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
-    kinds: the kinds of connections that it accepts beside "shm" and "stream", such as ONE_SIDED.
+    kinds: the kinds of connections that it accepts beside "shm" and "stream", such as NIXL_KIND.
 
     Raises ConfigError if it cannot listen at an address.
     """
