@@ -69,9 +69,9 @@ class HostCallMemory:
     @classmethod
     def create(cls, request: wire.Request, answer: FloatRows) -> HostCallMemory:
         """The memory of a call whose answer is this array."""
-        whole = request.weights is None
+        is_unweighted = request.weights is None
         shape = len(request.experts), answer.shape[1]
-        return cls(request, answer, answer if whole else np.empty(shape, dtype=np.float32))
+        return cls(request, answer, answer if is_unweighted else np.empty(shape, dtype=np.float32))
 
     @property
     def hidden(self) -> FloatRows:
@@ -83,8 +83,8 @@ class HostCallMemory:
         rows, weights = self.request.rows, self.request.weights
         assert weights is not None
         self.answer[:] = 0
-        for these in self.request.turns:
-            self.answer[rows[these]] += weights[these, None] * self.rows[these]
+        for turn in self.request.turns:
+            self.answer[rows[turn]] += weights[turn, None] * self.rows[turn]
         return np.arange(len(self.answer))
 
 

@@ -61,20 +61,20 @@ class GraphInputs:
     def __init__(self, kind: Kind, table_width: int, block_size: int, device: torch.device) -> None:
         self.kind, rows = kind, kind.rows
         sizes = [rows] * 4 + [rows * table_width, rows * STATE_FIELDS]
-        of_states = [rows, rows + 1, rows * 3] if kind.several else []
+        of_states = [rows, rows + 1, rows * 3] if kind.has_sequences_of_several_rows else []
         self._host_array = torch.zeros(sum(sizes + of_states), dtype=torch.int64, pin_memory=True)
         self._device_array = torch.zeros(sum(sizes + of_states), dtype=torch.int64, device=device)
         host_parts = [part.numpy() for part in torch.split_with_sizes(self._host_array, sizes + of_states)]
         self._token_ids, self._positions, self._slots, self._contexts = host_parts[:4]
         self._tables, self._states = (part.reshape(rows, -1) for part in host_parts[4:6])
-        self._of_states = _StateInputs(*host_parts[6:]) if kind.several else None
+        self._of_states = _StateInputs(*host_parts[6:]) if kind.has_sequences_of_several_rows else None
         device_parts = torch.split_with_sizes(self._device_array, sizes + of_states)
         self.token_ids, self.positions, slots, contexts = device_parts[:4]
         tables, states = (part.view(rows, -1) for part in device_parts[4:6])
         starts, row_numbers = torch.arange(rows + 1, device=device), np.arange(rows + 1)
         sequences = Sequences(contexts, starts, tables, states, kind.longest, single=True)
         state_sequences = None
-        if kind.several:
+        if kind.has_sequences_of_several_rows:
             contexts, starts, tiles = device_parts[6:]
             sequence_rows = replace(sequences, contexts=contexts, starts=starts, single=False)
             state_sequences = StateSequences(sequence_rows, tiles.view(rows, 3))

@@ -29,9 +29,9 @@ from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.runtime.group.announcer import Announcer, at_first, free_recordings
 from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.together import Together, at_first, free_recordings
 from moesaic.runtime.step.running_step import SharedRows
 from moesaic.runtime.step.stages import until_output_projection
 from moesaic.runtime.step.step_kind import Kind
@@ -48,9 +48,9 @@ _RECORD: the layers of a graph. _REPLAY: the first layer of a graph, and the ste
 class RecordedAttention:
     """On the first rank: the attention of one recorded step. See `stages.RecordedStages`."""
 
-    def __init__(self, rank_group: Together, number: int, kind: Kind, hidden: torch.Tensor) -> None:
+    def __init__(self, announcer: Announcer, number: int, kind: Kind, hidden: torch.Tensor) -> None:
         """hidden: [rows, h] on the device, for what is sent through the host. So no graph keeps that."""
-        self._rank_group, self._number, self._leaving = rank_group, number, hidden
+        self._announcer, self._number, self._leaving = announcer, number, hidden
         self._has_run = False
         """Whether the step has run without being recorded."""
         self._part_layers: list[int] = []
@@ -59,7 +59,7 @@ class RecordedAttention:
         """The layers of each part."""
         self._step = b""
         """The step of the next replay, until the other ranks have it."""
-        rank_group.run(partial(rank_group.announce, _PREPARE, number, *kind))
+        announcer.run(partial(announcer.announce, _PREPARE, number, *kind))
 
     def stages(
         self,
@@ -70,17 +70,17 @@ class RecordedAttention:
         attention: AttentionBatch,
         memory: LayerMemory,
     ) -> Generator[SharedRows, torch.Tensor | None, torch.Tensor]:
-        """Runs as `SharedAttention.stages` while the step is recorded. The caller is in `Together.run`."""
-        rank_group, rows, sizes = self._rank_group, self._rank_group.rows, self._at_first(len(hidden))
+        """Runs as `SharedAttention.stages` while the step is recorded. The caller is in `Announcer.run`."""
+        announcer, rows, sizes = self._announcer, self._announcer.rows, self._at_first(len(hidden))
         if not self._has_run:
-            rank_group.announce(_TRY, self._number, layer)
+            announcer.announce(_TRY, self._number, layer)
         if rows.capturable:
             self._part_layers.append(layer)
             rows.all_gather(hidden, sizes)
             addend = until_output_projection(block, layer, hidden, positions, attention, memory)
             return rows.reduce_scatter(addend, sizes)
         if self._has_run:
-            rank_group.announce(_RECORD, self._number, layer)
+            announcer.announce(_RECORD, self._number, layer)
         self._leaving.copy_(hidden)
         yield SharedRows(partial(self._gather, layer))
         self._leaving.copy_(until_output_projection(block, layer, hidden, positions, attention, memory))
@@ -92,7 +92,7 @@ class RecordedAttention:
         self, step: Callable[[], Result], answer: torch.Tensor | None = None
     ) -> Recording[Result]:
         """Run the next part eagerly, as `graph_inputs.run_eagerly`. The other ranks compute with this one."""
-        part = self._rank_group.run(partial(run_eagerly, step, answer))
+        part = self._announcer.run(partial(run_eagerly, step, answer))
         self._layers.append(tuple(self._part_layers))
         self._part_layers.clear()
         return part
@@ -104,7 +104,7 @@ class RecordedAttention:
         def make_recording(
             step: Callable[[], Result], expert_rows: torch.Tensor | None = None
         ) -> Recording[Result]:
-            return self._rank_group.run(partial(self._record, make, step, expert_rows, next(layers)))
+            return self._announcer.run(partial(self._record, make, step, expert_rows, next(layers)))
 
         return make_recording
 
@@ -115,7 +115,7 @@ class RecordedAttention:
     def announce(self, layer: int) -> None:
         """The other ranks replay their graph that begins with this layer."""
         step, self._step = self._step, b""
-        self._rank_group.announce(_REPLAY, self._number, layer, step=step)
+        self._announcer.announce(_REPLAY, self._number, layer, step=step)
 
     def _record(
         self,
@@ -124,29 +124,29 @@ class RecordedAttention:
         expert_rows: torch.Tensor | None,
         layers: tuple[int, ...],
     ) -> Recording[Result]:
-        rows = self._rank_group.rows
+        rows = self._announcer.rows
         if layers:
-            self._rank_group.announce(_RECORD, self._number, *layers)
+            self._announcer.announce(_RECORD, self._number, *layers)
         traffic_before = rows.traffic
         recording = make(step, expert_rows)
         if rows.capturable:
-            self._rank_group.made.append(recording)
+            self._announcer.recordings.append(recording)
         announce = partial(self.announce, layers[0]) if layers else None
-        return _SharedPart(recording, self._rank_group, announce, rows.traffic.subtract(traffic_before))
+        return _SharedPart(recording, self._announcer, announce, rows.traffic.subtract(traffic_before))
 
     def _gather(self, layer: int, count: int) -> None:
         def run() -> None:
             self.announce(layer)
-            self._rank_group.rows.all_gather(self._leaving[:count], self._at_first(count))
+            self._announcer.rows.all_gather(self._leaving[:count], self._at_first(count))
 
-        self._rank_group.run(run)
+        self._announcer.run(run)
 
     def _scatter(self, count: int) -> torch.Tensor:
-        rows, sizes = self._rank_group.rows, self._at_first(count)
-        return self._rank_group.run(partial(rows.reduce_scatter, self._leaving[:count], sizes))
+        rows, sizes = self._announcer.rows, self._at_first(count)
+        return self._announcer.run(partial(rows.reduce_scatter, self._leaving[:count], sizes))
 
     def _at_first(self, count: int) -> list[int]:
-        return at_first(count, self._rank_group.rows.group.size)
+        return at_first(count, self._announcer.rows.group.size)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _SharedPart(Generic[Result]):
     """A recorded part, whose graph may hold exchanges with the other ranks or run between two of them."""
 
     inner: Recording[Result]
-    rank_group: Together
+    announcer: Announcer
     announce: Callable[[], None] | None
     """None: the graph holds no exchange."""
     traffic: Traffic
@@ -166,7 +166,7 @@ class _SharedPart(Generic[Result]):
 
     def run(self, expert_rows: torch.Tensor | None = None) -> Result:
         """Replay the part. The other ranks replay their graph too."""
-        return self.rank_group.run(partial(self._run, expert_rows))
+        return self.announcer.run(partial(self._run, expert_rows))
 
     def free(self) -> None:
         """Free the part."""
@@ -176,7 +176,7 @@ class _SharedPart(Generic[Result]):
         if self.announce is not None:
             self.announce()
         result = self.inner.run(expert_rows)
-        self.rank_group.rows.count_replayed(self.traffic)
+        self.announcer.rows.count_replayed(self.traffic)
         return result
 
 
