@@ -170,11 +170,11 @@ class RankSteps(Protocol):
     """Computes the steps of a rank."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
-        """See `RunBatch`."""
+        """Run a step on this rank's share of the model. Returns hidden states as `RunBatch` does."""
         ...
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
-        """See `RunPrediction`."""
+        """Run the layer that drafts tokens. Returns hidden states as `RunPrediction` does."""
         ...
 
 
