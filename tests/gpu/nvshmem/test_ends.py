@@ -82,7 +82,7 @@ class Place:
         self.number, self._ends = 0, list[NvshmemMailbox | NvshmemAnswerer]()
 
     def _job(self, pe: int) -> NvshmemJob:
-        return cast(NvshmemJob, SimpleNamespace(joined=self.joined[pe]))
+        return cast(NvshmemJob, SimpleNamespace(job_place=self.joined[pe]))
 
     @property
     def server(self) -> Heap:

@@ -33,23 +33,23 @@ PRECISION = tl.constexpr("tf32x3")
 def _softplus(numbers):
     """log(1 + exp(x)), also exact where exp(x) is small: then it is x - x * x / 2."""
     small = tl.exp(-tl.abs(numbers))
-    log_term = tl.where(small < 0.0009765625, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
-    return tl.maximum(numbers, 0.0) + log_term
+    whole = tl.where(small < 0.0009765625, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
+    return tl.maximum(numbers, 0.0) + whole
 
 
 @triton.jit
-def _beta_and_log(gates, decay, bias, row, head, heads, mask):
-    """What a head's gates in some rows say: beta, and the logarithm of alpha. Both 0 where not `mask`."""
-    gate_pointers = gates + row * (2 * heads) + head
-    beta = tl.sigmoid(tl.load(gate_pointers, mask=mask, other=0.0))
-    alpha = tl.load(gate_pointers + heads, mask=mask, other=0.0) + tl.load(bias + head)
-    return tl.where(mask, beta, 0.0), tl.where(mask, tl.load(decay + head) * _softplus(alpha), 0.0)
+def _beta_and_log(gates, decay, bias, row, head, heads, inside):
+    """What a head's gates in some rows say: beta, and the logarithm of alpha. Both 0 where not `inside`."""
+    at = gates + row * (2 * heads) + head
+    beta = tl.sigmoid(tl.load(at, mask=inside, other=0.0))
+    alpha = tl.load(at + heads, mask=inside, other=0.0) + tl.load(bias + head)
+    return tl.where(inside, beta, 0.0), tl.where(inside, tl.load(decay + head) * _softplus(alpha), 0.0)
 
 
 @triton.jit
-def _units(pointers, mask, factor, EPSILON: tl.constexpr):
+def _units(at, mask, factor, EPSILON: tl.constexpr):
     """Rows of keys or queries [rows, width], each of length `factor`."""
-    numbers = tl.load(pointers, mask=mask, other=0.0)
+    numbers = tl.load(at, mask=mask, other=0.0)
     return numbers * (tl.rsqrt(tl.sum(numbers * numbers, 1) + EPSILON) * factor)[:, None]
 
 
@@ -63,30 +63,30 @@ def _seat(
 
 
 @triton.jit
-def _sums_of_logs(decays, logs, old, chunk_offsets, index):
+def _sums_of_logs(decays, logs, old, since, index):
     """[PERIOD] sums of the logarithms of the decay: those of the seat where `old`, then with `logs`."""
-    earlier_sums = tl.load(decays + chunk_offsets, mask=old, other=0.0)
-    last = tl.sum(tl.where(chunk_offsets == index - 1, earlier_sums, 0.0), 0)
-    return tl.where(old, earlier_sums, last + tl.cumsum(logs, 0))
+    before = tl.load(decays + since, mask=old, other=0.0)
+    last = tl.sum(tl.where(since == index - 1, before, 0.0), 0)
+    return tl.where(old, before, last + tl.cumsum(logs, 0))
 
 
 @triton.jit
-def _solve_updates(factors, targets, update, chunk_offsets, index, end):
+def _solved(factors, wanted, update, since, index, end):
     """[PERIOD, columns] updates with those of places index : end, each of which needs those before it.
 
-    factors: [PERIOD, PERIOD] how much of the updates before is taken from `targets` of each place.
+    factors: [PERIOD, PERIOD] how much of the updates before is taken from `wanted` of each place.
     """
     for line in range(index, end):
-        is_line = chunk_offsets == line
-        of_line = tl.sum(tl.where(is_line[:, None], factors, 0.0), 0)
-        earlier_share = tl.sum(tl.where((chunk_offsets < line)[:, None], of_line[:, None] * update, 0.0), 0)
-        update = tl.where(is_line[:, None], targets - earlier_share[None, :], update)
+        mine = since == line
+        of_line = tl.sum(tl.where(mine[:, None], factors, 0.0), 0)
+        known = tl.sum(tl.where((since < line)[:, None], of_line[:, None] * update, 0.0), 0)
+        update = tl.where(mine[:, None], wanted - known[None, :], update)
     return update
 
 
 @triton.jit
 def _decode(
-    mixed_rows,
+    mixed,
     gates,
     decay,
     bias,
@@ -108,97 +108,82 @@ def _decode(
     KEY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Each program computes one row of a sequence."""
+    """One row of each sequence."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     position, key_head = tl.load(contexts + row) - 1, head // (heads // key_heads)
     page, write, seat = places(states, row, position, PERIOD)
     if seat >= 0:
         index = position % PERIOD
         columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        key_columns, chunk_offsets, row_offsets = (
-            tl.arange(0, KEY_BLOCK),
-            tl.arange(0, PERIOD),
-            tl.arange(0, 1),
-        )
-        of_key, of_value, old = key_columns < key_width, columns < width, chunk_offsets < index
+        along, since, here = tl.arange(0, KEY_BLOCK), tl.arange(0, PERIOD), tl.arange(0, 1)
+        of_key, of_value, old = along < key_width, columns < width, since < index
 
-        line = (
-            mixed_rows + row * channels + key_head * key_width + row_offsets[:, None] + key_columns[None, :]
-        )
+        line = mixed + row * channels + key_head * key_width + here[:, None] + along[None, :]
         query = tl.sum(_units(line, of_key[None, :], shorter, EPSILON), 0)
         key = tl.sum(_units(line + key_heads * key_width, of_key[None, :], 1.0, EPSILON), 0)
-        from_value = mixed_rows + row * channels + 2 * key_heads * key_width + head * width + columns
+        from_value = mixed + row * channels + 2 * key_heads * key_width + head * width + columns
         value = tl.load(from_value, mask=of_value, other=0.0)
-        beta, log = _beta_and_log(gates, decay, bias, row + row_offsets, head, heads, row_offsets == 0)
+        beta, log = _beta_and_log(gates, decay, bias, row + here, head, heads, here == 0)
 
         sizes = key_heads, heads, key_width, width
         seat_keys, seat_updates, seat_decays = _seat(
             keys, updates, decays, seat, key_head, head, *sizes, PERIOD
         )
-        earlier_sums = tl.load(seat_decays + chunk_offsets, mask=old, other=0.0)
-        now = tl.sum(tl.where(chunk_offsets == index - 1, earlier_sums, 0.0), 0) + tl.sum(log, 0)
-        decay_factors = tl.where(old, tl.exp(now - earlier_sums), 0.0)
-        pointers = seat_keys + chunk_offsets[:, None] * key_width + key_columns[None, :]
-        earlier_keys = tl.load(pointers, mask=old[:, None] & of_key[None, :], other=0.0)
-        pointers = seat_updates + chunk_offsets[:, None] * width + columns[None, :]
-        earlier_updates = tl.load(pointers, mask=old[:, None] & of_value[None, :], other=0.0)
-        place = head * key_width * width + key_columns[:, None] * width + columns[None, :]
-        size, state_mask = heads * key_width * width, of_key[:, None] & of_value[None, :]
-        state = tl.load(pages + page * size + place, mask=state_mask, other=0.0)
+        before = tl.load(seat_decays + since, mask=old, other=0.0)
+        now = tl.sum(tl.where(since == index - 1, before, 0.0), 0) + tl.sum(log, 0)
+        faded = tl.where(old, tl.exp(now - before), 0.0)
+        at = seat_keys + since[:, None] * key_width + along[None, :]
+        earlier = tl.load(at, mask=old[:, None] & of_key[None, :], other=0.0)
+        at = seat_updates + since[:, None] * width + columns[None, :]
+        updated = tl.load(at, mask=old[:, None] & of_value[None, :], other=0.0)
+        place = head * key_width * width + along[:, None] * width + columns[None, :]
+        size, inside = heads * key_width * width, of_key[:, None] & of_value[None, :]
+        state = tl.load(pages + page * size + place, mask=inside, other=0.0)
 
         left = tl.exp(now)
-        prediction = left * tl.sum(state * key[:, None], 0)
-        prediction += tl.sum(
-            (tl.sum(earlier_keys * key[None, :], 1) * decay_factors)[:, None] * earlier_updates, 0
-        )
-        update = tl.sum(beta, 0) * (value - prediction)
+        predicted = left * tl.sum(state * key[:, None], 0)
+        predicted += tl.sum((tl.sum(earlier * key[None, :], 1) * faded)[:, None] * updated, 0)
+        update = tl.sum(beta, 0) * (value - predicted)
         read = left * tl.sum(state * query[:, None], 0)
-        read += tl.sum(
-            (tl.sum(earlier_keys * query[None, :], 1) * decay_factors)[:, None] * earlier_updates, 0
-        )
+        read += tl.sum((tl.sum(earlier * query[None, :], 1) * faded)[:, None] * updated, 0)
         read += tl.sum(key * query, 0) * update
         tl.store(out + (row * heads + head) * width + columns, read, mask=of_value)
         tl.store(seat_updates + index * width + columns, update, mask=of_value)
         # Programs of other columns and heads write the same. Nobody reads this row of the seat in this step.
-        tl.store(seat_keys + index * key_width + key_columns, key, mask=of_key)
+        tl.store(seat_keys + index * key_width + along, key, mask=of_key)
         tl.store(seat_decays + index, now)
         if index == PERIOD - 1:
-            weighted_keys = (earlier_keys * decay_factors[:, None]).trans()
-            addend = (
-                tl.dot(weighted_keys, earlier_updates, input_precision=PRECISION)
-                + key[:, None] * update[None, :]
-            )
-            tl.store(pages + write * size + place, left * state + addend, mask=state_mask)
+            weighed = (earlier * faded[:, None]).trans()
+            added = tl.dot(weighed, updated, input_precision=PRECISION) + key[:, None] * update[None, :]
+            tl.store(pages + write * size + place, left * state + added, mask=inside)
 
 
 @triton.jit
-def _scale(pointers, mask, width, factor, EPSILON: tl.constexpr, KEY_STEP: tl.constexpr):
-    """[lines] what makes rows of keys or queries as long as `factor`. pointers: of their first numbers."""
+def _scale(at, mask, width, factor, EPSILON: tl.constexpr, KEY_STEP: tl.constexpr):
+    """[lines] what makes rows of keys or queries as long as `factor`. at: of their first numbers."""
     total = tl.sum(tl.zeros([mask.shape[0], KEY_STEP], tl.float32), 1)
-    key_columns = tl.arange(0, KEY_STEP)
+    along = tl.arange(0, KEY_STEP)
     for step in range(0, width, KEY_STEP):
-        valid = mask[:, None] & (key_columns + step < width)[None, :]
-        numbers = tl.load(pointers[:, None] + (key_columns + step)[None, :], mask=valid, other=0.0)
+        there = mask[:, None] & (along + step < width)[None, :]
+        numbers = tl.load(at[:, None] + (along + step)[None, :], mask=there, other=0.0)
         total += tl.sum(numbers * numbers, 1)
     return tl.rsqrt(total + EPSILON) * factor
 
 
 @triton.jit
-def _key_part(pointers, seat_keys, scale, old, new, key_columns, width):
+def _key_part(at, kept, scale, old, new, along, width):
     """[PERIOD, KEY_STEP] a part of the keys: of the rows before the step from the seat, else scaled."""
-    valid_columns = (key_columns < width)[None, :]
-    fresh = tl.load(pointers[:, None] + key_columns[None, :], mask=new[:, None] & valid_columns, other=0.0)
-    earlier_keys = tl.load(
-        seat_keys[:, None] + key_columns[None, :], mask=old[:, None] & valid_columns, other=0.0
-    )
-    return fresh * scale[:, None] + earlier_keys
+    inside = (along < width)[None, :]
+    fresh = tl.load(at[:, None] + along[None, :], mask=new[:, None] & inside, other=0.0)
+    known = tl.load(kept[:, None] + along[None, :], mask=old[:, None] & inside, other=0.0)
+    return fresh * scale[:, None] + known
 
 
 @triton.jit
 def _products(
     from_query,
     from_key,
-    seat_keys,
+    kept,
     from_state,
     scales,
     old,
@@ -214,15 +199,13 @@ def _products(
     keys, queries = tl.zeros([PERIOD, PERIOD], tl.float32), tl.zeros([PERIOD, PERIOD], tl.float32)
     of_keys, of_queries = tl.zeros([PERIOD, COLUMNS], tl.float32), tl.zeros([PERIOD, COLUMNS], tl.float32)
     for step in range(0, key_width, KEY_STEP):
-        key_columns = step + tl.arange(0, KEY_STEP)
-        valid_columns = key_columns < key_width
-        query = tl.load(
-            from_query[:, None] + key_columns[None, :], mask=new[:, None] & valid_columns[None, :], other=0.0
-        )
+        along = step + tl.arange(0, KEY_STEP)
+        inside = along < key_width
+        query = tl.load(from_query[:, None] + along[None, :], mask=new[:, None] & inside[None, :], other=0.0)
         query = query * scales[0][:, None]
-        key = _key_part(from_key, seat_keys, scales[1], old, new, key_columns, key_width)
-        at_state = from_state[None, :] + key_columns[:, None] * width
-        state = tl.load(at_state, mask=valid_columns[:, None] & of_value[None, :], other=0.0)
+        key = _key_part(from_key, kept, scales[1], old, new, along, key_width)
+        at_state = from_state[None, :] + along[:, None] * width
+        state = tl.load(at_state, mask=inside[:, None] & of_value[None, :], other=0.0)
         keys = tl.dot(key, key.trans(), keys, input_precision=PRECISION)
         queries = tl.dot(query, key.trans(), queries, input_precision=PRECISION)
         of_keys = tl.dot(key, state, of_keys, input_precision=PRECISION)
@@ -233,7 +216,7 @@ def _products(
 @triton.jit
 def _new_state(
     from_key,
-    seat_keys,
+    kept,
     scale,
     from_state,
     to_state,
@@ -241,7 +224,7 @@ def _new_state(
     update,
     old,
     new,
-    chunk_offsets,
+    since,
     key_width,
     width,
     of_value,
@@ -249,25 +232,19 @@ def _new_state(
     KEY_STEP: tl.constexpr,
 ):
     """Writes the state after a whole chunk."""
-    last = tl.sum(tl.where(chunk_offsets == PERIOD - 1, now, 0.0), 0)
+    last = tl.sum(tl.where(since == PERIOD - 1, now, 0.0), 0)
     for step in range(0, key_width, KEY_STEP):
-        key_columns = step + tl.arange(0, KEY_STEP)
-        state_mask, state_offsets = (
-            (key_columns < key_width)[:, None] & of_value[None, :],
-            key_columns[:, None] * width,
-        )
-        key = (
-            _key_part(from_key, seat_keys, scale, old, new, key_columns, key_width)
-            * tl.exp(last - now)[:, None]
-        )
-        state = tl.exp(last) * tl.load(from_state[None, :] + state_offsets, mask=state_mask, other=0.0)
+        along = step + tl.arange(0, KEY_STEP)
+        inside, at = (along < key_width)[:, None] & of_value[None, :], along[:, None] * width
+        key = _key_part(from_key, kept, scale, old, new, along, key_width) * tl.exp(last - now)[:, None]
+        state = tl.exp(last) * tl.load(from_state[None, :] + at, mask=inside, other=0.0)
         state = tl.dot(key.trans(), update, state, input_precision=PRECISION)
-        tl.store(to_state[None, :] + state_offsets, state, mask=state_mask)
+        tl.store(to_state[None, :] + at, state, mask=inside)
 
 
 @triton.jit
 def _chunks(
-    mixed_rows,
+    mixed,
     gates,
     decay,
     bias,
@@ -295,68 +272,39 @@ def _chunks(
     row, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     position, key_head = tl.load(contexts + sequence) - (stop - row), head // (heads // key_heads)
     page, write, seat = places(states, sequence, position, PERIOD)
-    columns, chunk_offsets = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PERIOD)
+    columns, since = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PERIOD)
     of_value = columns < width
     sizes = key_heads, heads, key_width, width
     seat_keys, seat_updates, seat_decays = _seat(keys, updates, decays, seat, key_head, head, *sizes, PERIOD)
-    seat_key_lines, at_seat = (
-        seat_keys + chunk_offsets * key_width,
-        seat_updates + chunk_offsets[:, None] * width + columns[None, :],
-    )
+    kept, at_seat = seat_keys + since * key_width, seat_updates + since[:, None] * width + columns[None, :]
     while row < stop:
         index = position % PERIOD
         end = tl.minimum(index + stop - row, PERIOD)
-        old, new = chunk_offsets < index, (chunk_offsets >= index) & (chunk_offsets < end)
-        lines = row + chunk_offsets - index  # rows of the step, where new
-        from_query = mixed_rows + lines * channels + key_head * key_width
+        old, new = since < index, (since >= index) & (since < end)
+        lines = row + since - index  # rows of the step, where new
+        from_query = mixed + lines * channels + key_head * key_width
         from_key, mask = from_query + key_heads * key_width, new[:, None] & of_value[None, :]
         key_scale = _scale(from_key, new, key_width, 1.0, EPSILON, KEY_STEP)
         scales = _scale(from_query, new, key_width, shorter, EPSILON, KEY_STEP), key_scale
         from_state = pages + (page * heads + head) * key_width * width + columns
-        product_arguments = (
-            from_query,
-            from_key,
-            seat_key_lines,
-            from_state,
-            scales,
-            old,
-            new,
-            key_width,
-            width,
-            of_value,
-        )
-        of_keys, of_query, prediction, outputs = _products(*product_arguments, PERIOD, COLUMNS, KEY_STEP)
+        known = from_query, from_key, kept, from_state, scales, old, new, key_width, width, of_value
+        of_keys, of_query, predicted, found = _products(*known, PERIOD, COLUMNS, KEY_STEP)
 
-        from_value = mixed_rows + lines[:, None] * channels + 2 * key_heads * key_width + head * width
+        from_value = mixed + lines[:, None] * channels + 2 * key_heads * key_width + head * width
         value = tl.load(from_value + columns[None, :], mask=mask, other=0.0)
         beta, log = _beta_and_log(gates, decay, bias, lines, head, heads, new)
-        now = _sums_of_logs(seat_decays, log, old, chunk_offsets, index)
-        left, decay_factors = tl.exp(now)[:, None], tl.exp(now[:, None] - now[None, :])
+        now = _sums_of_logs(seat_decays, log, old, since, index)
+        left, faded = tl.exp(now)[:, None], tl.exp(now[:, None] - now[None, :])
         update = tl.load(at_seat, mask=old[:, None] & of_value[None, :], other=0.0)
-        of_keys = beta[:, None] * tl.where(
-            chunk_offsets[:, None] > chunk_offsets[None, :], of_keys * decay_factors, 0.0
-        )
-        update = _solve_updates(
-            of_keys, beta[:, None] * (value - left * prediction), update, chunk_offsets, index, end
-        )
+        of_keys = beta[:, None] * tl.where(since[:, None] > since[None, :], of_keys * faded, 0.0)
+        update = _solved(of_keys, beta[:, None] * (value - left * predicted), update, since, index, end)
         tl.store(at_seat, update, mask=mask)
-        of_query = tl.where(chunk_offsets[:, None] >= chunk_offsets[None, :], of_query * decay_factors, 0.0)
-        outputs = tl.dot(of_query, update, left * outputs, input_precision=PRECISION)
-        tl.store(out + (lines[:, None] * heads + head) * width + columns[None, :], outputs, mask=mask)
+        of_query = tl.where(since[:, None] >= since[None, :], of_query * faded, 0.0)
+        found = tl.dot(of_query, update, left * found, input_precision=PRECISION)
+        tl.store(out + (lines[:, None] * heads + head) * width + columns[None, :], found, mask=mask)
         if end == PERIOD:
             to_state = pages + (write * heads + head) * key_width * width + columns
-            chunk = (
-                from_key,
-                seat_key_lines,
-                key_scale,
-                from_state,
-                to_state,
-                now,
-                update,
-                old,
-                new,
-                chunk_offsets,
-            )
+            chunk = from_key, kept, key_scale, from_state, to_state, now, update, old, new, since
             _new_state(*chunk, key_width, width, of_value, PERIOD, KEY_STEP)
             tl.debug_barrier()  # other threads read it in the next chunk
             page = write
@@ -366,7 +314,7 @@ def _chunks(
 
 @triton.jit
 def _keep(
-    mixed_rows,
+    mixed,
     gates,
     decay,
     bias,
@@ -391,25 +339,17 @@ def _keep(
     first = tl.maximum(context - (stop - row), last)  # position of the first row that is kept
     if first < context:
         index, key_head = first - last, head // (heads // key_heads)
-        key_columns, chunk_offsets = tl.arange(0, KEY_BLOCK), tl.arange(0, PERIOD)
-        new = (chunk_offsets >= index) & (chunk_offsets < context - last)
-        lines = stop - context + last + chunk_offsets
-        mask = new[:, None] & (key_columns < key_width)[None, :]
-        from_key = (
-            mixed_rows + lines[:, None] * channels + (key_heads + key_head) * key_width + key_columns[None, :]
-        )
-        key_lines = (
-            keys + (seat * key_heads + key_head) * PERIOD * key_width + chunk_offsets[:, None] * key_width
-        )
+        along, since = tl.arange(0, KEY_BLOCK), tl.arange(0, PERIOD)
+        new = (since >= index) & (since < context - last)
+        lines = stop - context + last + since
+        mask = new[:, None] & (along < key_width)[None, :]
+        from_key = mixed + lines[:, None] * channels + (key_heads + key_head) * key_width + along[None, :]
+        kept = keys + (seat * key_heads + key_head) * PERIOD * key_width + since[:, None] * key_width
         if head % (heads // key_heads) == 0:
-            tl.store(key_lines + key_columns[None, :], _units(from_key, mask, 1.0, EPSILON), mask=mask)
+            tl.store(kept + along[None, :], _units(from_key, mask, 1.0, EPSILON), mask=mask)
         _, log = _beta_and_log(gates, decay, bias, lines, head, heads, new)
         seat_decays = decays + (seat * heads + head) * PERIOD
-        tl.store(
-            seat_decays + chunk_offsets,
-            _sums_of_logs(seat_decays, log, chunk_offsets < index, chunk_offsets, index),
-            mask=new,
-        )
+        tl.store(seat_decays + since, _sums_of_logs(seat_decays, log, since < index, since, index), mask=new)
 
 
 def delta(
@@ -420,7 +360,7 @@ def delta(
     states: LayerStates,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """Computes what `reference.delta.delta` computes."""
+    """As `reference.delta.delta`."""
     mixed_rows, gates, sizes, (step, _) = (
         mixed_rows.contiguous(),
         gates.contiguous(),
@@ -441,6 +381,6 @@ def delta(
     sequences = (step.contexts, step.starts, step.states)
     tiles = {"COLUMNS": COLUMNS, "KEY_STEP": KEY_STEP}
     launch(_chunks, grid, *inputs, states.pages, *seats, *sequences, out, *shape, **tiles, **common)
-    keep_arguments = (*inputs, states.keys, states.decays, *sequences, *shape[:3], sizes.channels)
-    launch(_keep, grid[:2], *keep_arguments, **wide, **common)
+    kept = (*inputs, states.keys, states.decays, *sequences, *shape[:3], sizes.channels)
+    launch(_keep, grid[:2], *kept, **wide, **common)
     return out
