@@ -57,7 +57,7 @@ def test_every_held_expert_of_a_layer_gets_the_rows() -> None:
 
     def run(layer: int, parts: list[measuring.CallPairs]) -> None:
         (part,) = parts
-        assert np.array_equal(part.lines, np.arange(len(part.experts))) and part.out.shape == (
+        assert np.array_equal(part.result_rows, np.arange(len(part.experts))) and part.results.shape == (
             len(part.rows),
             8,
         )

@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def job_id(self) -> bytes:
-        """Name of the job of GPUs that this worker can be PE 0 of. Empty: it can join none."""
+        """Name of a job of GPUs that this worker can begin. Empty: it can join none."""
         return self._servers.job_id
 
     def close(self) -> None:
