@@ -27,26 +27,26 @@ from pathlib import Path
 
 import numpy as np
 
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.core.curves import DeviceCurves, Thresholds
 from moesaic.core.request import Request, SamplingParams
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.microqueue import make_policy
 from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
-    Arrived,
     Event,
     Forget,
     PartsArrived,
+    RequestsArrived,
     RunSegment,
     SegmentDone,
     StepDone,
 )
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
-from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run, WhileSmall
+from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run, WaitForSmallCalls
 
 PAPER = Path(__file__).parent / "papers" / "async_moe.toml"
 MODELS = {"mixtral": (32, 8, 2), "qwen3-moe": (48, 128, 8), "deepseek-v2-lite": (26, 64, 6)}
@@ -120,7 +120,7 @@ class Clock:
 class Cluster:
     """Workers and servers of a setting."""
 
-    def __init__(self, setting: Setting, devices: paced.PacedDevices) -> None:
+    def __init__(self, setting: Setting, devices: paced_devices.PacedDevices) -> None:
         _, experts, top_k = setting.model
         self.setting, self.link, self.clock = setting, devices.link, Clock()
         self.curves: DeviceCurves = devices.curves
@@ -161,7 +161,7 @@ class Worker:
         self.cluster, self.number = cluster, number
         self.layers, self.top_k, self.decodes = layers, top_k, decodes
         limits = BatchLimits(decodes, max(2048, PROMPT * decodes), 64)
-        policy = policy_named("defrag", urgency=0.1)
+        policy = make_policy("defrag", urgency=0.1)
         self.scheduler = AsyncScheduler(
             limits, KVBlocks(4 * decodes, 16), policy, layers, top_k, cluster.decisions
         )
@@ -174,7 +174,7 @@ class Worker:
     def begin(self) -> None:
         params = SamplingParams(max_tokens=self.cluster.setting.tokens)
         requests = [Request(one, [1] * PROMPT, params) for one in range(self.decodes)]
-        self.tell(Arrived(requests))
+        self.tell(RequestsArrived(requests))
 
     def tell(self, event: Event) -> None:
         began = time.thread_time()
@@ -214,8 +214,8 @@ class Worker:
             self.tell(PartsArrived(parts))
         self.busy = False
         if last:
-            self.cluster.found.tokens += len(plan.sampled)
-            self.tell(StepDone(plan.step, np.full(len(plan.sampled), 1)))
+            self.cluster.found.tokens += len(plan.sampled_sequences)
+            self.tell(StepDone(plan.step, np.full(len(plan.sampled_sequences), 1)))
         else:
             self.tell(SegmentDone(plan.step))
 
@@ -234,7 +234,7 @@ class Worker:
     def answered(self, call: Call, pairs: IntArray) -> None:
         """A part of an answer has come."""
         self.missing[call.run] -= len(pairs)
-        if call.rows > self.cluster.decisions.told_rows:
+        if call.rows > self.cluster.decisions.partial_answer_rows:
             self.parts.append((call.run, pairs))
         elif not self.missing[call.run]:
             self.parts.append((call.run, np.arange(call.rows * self.top_k)))
@@ -268,10 +268,12 @@ class Server:
     def __post_init__(self) -> None:
         decisions, (layers, experts, _) = self.cluster.decisions, self.cluster.setting.model
         held = -(-experts // self.cluster.setting.servers)
-        rule = WhileSmall(decisions.waited_pairs(held), 0.1, 3.0)
+        rule = WaitForSmallCalls(decisions.min_call_pairs(held), 0.1, 3.0)
         groups = experts if decisions.has_expert_queues else 1
-        policy = policy_named("defrag")
-        self.scheduler = ExpertServerScheduler(range(layers), policy, rule, groups, decisions.queues_apart)
+        policy = make_policy("defrag")
+        self.scheduler = ExpertServerScheduler(
+            range(layers), policy, rule, groups, decisions.queue_runs_alone
+        )
         for client in range(self.cluster.setting.workers):
             self.scheduler.client_joined(client)
 
@@ -280,7 +282,7 @@ class Server:
         self.calls[number] = call
         client = call.worker.number
         self.scheduler.client_joined(client)
-        self.scheduler.arrived(number, client, layer, call.experts, self.cluster.clock.now)
+        self.scheduler.add_call(number, client, layer, call.experts, self.cluster.clock.now)
         self.go_on()
 
     def go_on(self) -> None:
@@ -307,7 +309,7 @@ class Server:
         self.go_on()
 
 
-def simulate(setting: Setting, devices: paced.PacedDevices) -> Found:
+def simulate(setting: Setting, devices: paced_devices.PacedDevices) -> Found:
     """Run a cluster until all of its requests have ended."""
     return Cluster(setting, devices).run()
 
@@ -341,7 +343,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="the round with the least CPU time is shown")
     args = parser.parse_args()
-    devices = paced.read(args.devices)
+    devices = paced_devices.read(args.devices)
     told = None if args.separate_rows is None else 0
     given = Thresholds(args.separate_rows, told, args.waited_pairs, args.queue_pairs)
     undilated = replace(

@@ -47,7 +47,8 @@ def concentration(profile: Profile) -> npt.NDArray[np.float64]:
         dense[counts.tokens, counts.experts] = counts.counts
         order = np.argsort(-dense, axis=1, kind="stable")
         ranked = (
-            np.take_along_axis(dense, order, axis=1)[counts.known] / dense.sum(axis=1)[counts.known, None]
+            np.take_along_axis(dense, order, axis=1)[counts.known_tokens]
+            / dense.sum(axis=1)[counts.known_tokens, None]
         )
         hot = np.zeros(dense.shape, dtype=np.bool_)
         np.put_along_axis(hot, order[:, :k], True, axis=1)
@@ -60,7 +61,7 @@ def concentration(profile: Profile) -> npt.NDArray[np.float64]:
 def rate(profile: Profile, solver: str, ranks: int = RANKS) -> float:
     """Local activation rate at token level, on requests that the solver has not seen."""
     train, test = profile.routes.split(SHARE, seed=0)
-    half = profile.of(train)
+    half = profile.with_routes(train)
     return token_level(SOLVERS[solver](half, ranks), test, half.nearest).rate
 
 

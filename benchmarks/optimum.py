@@ -58,7 +58,7 @@ def small(experts: int, top_k: int, ids: int, seed: int) -> list[Counts]:
     there = np.isin(made.routes.tokens, frequent)
     tokens, chosen = made.routes.tokens[there].astype(np.int64), made.routes.experts[there]
     return [
-        Counts.of(tokens, chosen[:, layer].astype(np.int64), made.vocab_size, experts)
+        Counts.from_pairs(tokens, chosen[:, layer].astype(np.int64), made.vocab_size, experts)
         for layer in range(LAYERS)
     ]
 

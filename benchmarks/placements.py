@@ -99,7 +99,7 @@ def bounds(learned: Profile, others: Routes, ranks: int, rounds: int, show: Any 
     """Upper bounds of token-level rates, means over layers: on `others`, and on what was learned."""
     if not rounds:
         return {}
-    parts = {"token_bound": learned.of(others), "fitted_bound": learned}
+    parts = {"token_bound": learned.with_routes(others), "fitted_bound": learned}
     return {
         name: float(upper_bound(part, ranks, rounds=rounds, progress=show).mean())
         for name, part in parts.items()
@@ -149,7 +149,7 @@ def neighbours(model: str) -> Learn:
     path = files.resolve(model, None)
 
     def learn(profile: Profile) -> Profile:
-        return replace(profile, nearest=nearest_known(path, profile.counts[0].known.astype(np.int32)))
+        return replace(profile, nearest=nearest_known(path, profile.counts[0].known_tokens.astype(np.int32)))
 
     return learn
 
@@ -160,7 +160,7 @@ def by_topic(profile: Profile, share: float, seed: int, learn: Learn) -> dict[st
     for number, topic in enumerate(profile.topics):
         mine = np.flatnonzero(profile.routes.topics == number)
         if len(mine) > 1:
-            learned, others = held_out.split(profile.of(profile.routes.of(mine)), share, seed)
+            learned, others = held_out.split(profile.with_routes(profile.routes.select(mine)), share, seed)
             found[topic] = learn(learned), others
     return found
 

@@ -24,7 +24,12 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from moesaic.core.stored import COMPRESSED, OF_EXPERTS, QUANTIZED, is_integer
+from moesaic.core.weight_types import (
+    COMPRESSED_DTYPE,
+    NATIVE_DTYPES,
+    QUANTIZED,
+    is_integer,
+)
 from moesaic.kernels import compressed_layout, quantized_layout
 from moesaic.kernels.native import _native, plain
 
@@ -38,7 +43,7 @@ def matrix(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> npt
     wide = 0.02 * rng.standard_normal((rows, columns), dtype=np.float32)
     if dtype == "float32":
         return wide
-    if dtype in (BF16, COMPRESSED):
+    if dtype in (BF16, COMPRESSED_DTYPE):
         bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
         return bits if dtype == BF16 else compressed_layout.compress(bits)
     kind = QUANTIZED[dtype]
@@ -53,7 +58,7 @@ class Experts:
     def __init__(self, rng: np.random.Generator, dtype: str, experts: int, hidden: int, width: int) -> None:
         shapes = (width, hidden), (width, hidden), (hidden, width)
         parts = [[matrix(rng, dtype, *shape) for _ in range(experts)] for shape in shapes]
-        self._parts, self._size, self._stored = parts, (hidden, width), OF_EXPERTS.index(dtype)
+        self._parts, self._size, self._stored = parts, (hidden, width), NATIVE_DTYPES.index(dtype)
         self._table = np.array([[one.ctypes.data for one in part] for part in parts], dtype=np.uint64)
 
     def seconds(self, kernels: str, rows: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> float:
@@ -93,7 +98,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--types", nargs="+", default=[*OF_EXPERTS], choices=OF_EXPERTS)
+    parser.add_argument("--types", nargs="+", default=[*NATIVE_DTYPES], choices=NATIVE_DTYPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 4, 16, 64, 256])
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=768)

@@ -169,7 +169,7 @@ class Generator:
             topics=self.topics.astype(np.int16),
             experts=np.stack(experts, axis=1),
         )
-        return Profile.of_routes(
+        return Profile.from_routes(
             model=f"made-up-{shape.experts}-{shape.top_k}",
             vocab_size=shape.vocabulary,
             num_experts=shape.experts,

@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.planning.sim import durations
 from moesaic.planning.sim.cluster import SimulatedCluster
@@ -72,7 +72,9 @@ def devices_of(table: dict[str, Any], model: ModelSizes) -> dict[str, Any] | str
     }
 
 
-def seconds_of(found: paced.PacedDevices, table: dict[str, Any], rows: int, model: ModelSizes) -> float:
+def seconds_of(
+    found: paced_devices.PacedDevices, table: dict[str, Any], rows: int, model: ModelSizes
+) -> float:
     """Seconds of a step in which no two runs overlap: so long a step takes at most, in lockstep."""
     pairs, held = rows * model.top_k / table["servers"], model.experts / table["servers"]
     served = found.experts.seconds(pairs, held * (1 - (1 - 1 / held) ** pairs))

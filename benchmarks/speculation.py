@@ -66,10 +66,10 @@ class Known:
         self._chance = chance
         self._random = random.Random(0)
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
         """See `Drafter`."""
         known = self._known.get(tuple(tokens[:PROMPT].tolist()), [])
-        behind = known[len(tokens) : len(tokens) + most]
+        behind = known[len(tokens) : len(tokens) + max_tokens]
         return [token if self._random.random() < self._chance else token ^ 1 for token in behind]
 
 

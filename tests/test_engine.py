@@ -250,7 +250,7 @@ def test_prompt_logprobs_arrive_in_chunks_and_twice_after_a_preemption(rig: Rig)
 def test_cached_tokens_and_stats_are_passed_on(rig: Rig) -> None:
     rig.engine.submit([1] * 20, SamplingParams())
     (request,) = rig.requests()
-    rig.engine.receive(messages.Admitted([request.request_id], [0.5], [16]))
+    rig.engine.receive(messages.RequestsAdmitted([request.request_id], [0.5], [16]))
     (output,) = rig.token(request.request_id, 65)
     assert (output.num_cached_tokens, output.num_prompt_tokens) == (16, 20)
     assert rig.engine.stats().num_unfinished == 1
@@ -259,7 +259,7 @@ def test_cached_tokens_and_stats_are_passed_on(rig: Rig) -> None:
 def test_a_dead_worker_ends_everything_with_a_clear_error(tokenizer: Tokenizer) -> None:
     rig = Rig(tokenizer)
     rig.engine.submit([1], SamplingParams())
-    rig.engine.receive(messages.Failed("out of memory", user_error=False))
+    rig.engine.receive(messages.WorkerFailed("out of memory", user_error=False))
     assert rig.engine.num_unfinished == 0
     with pytest.raises(EngineDeadError, match="out of memory"):
         rig.engine.submit([1], SamplingParams())

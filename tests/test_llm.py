@@ -116,7 +116,10 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert tokens(llm, prompts, GREEDY) == expected
     assert tokens(llm, prompts[::-1], GREEDY) == expected[::-1]  # now with what the first round cached
     stats = llm.stats()
-    assert stats.blocks.used == 0 and stats.blocks.free + stats.blocks.cached == stats.blocks.total
+    assert (
+        stats.blocks.num_used == 0
+        and stats.blocks.num_free + stats.blocks.num_cached == stats.blocks.num_total
+    )
     assert (stats.preemptions > 0) == ("kv_cache_memory" in settings)
     assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
 
@@ -195,7 +198,7 @@ def test_streams_interleave_and_a_closed_one_frees_its_blocks(checkpoint: Path) 
     assert [piece.token_ids[0] for piece in pieces] == whole[:5]
     assert rest == whole[-len(rest) :] and len(rest) >= NEW - 6
     tokens(llm, [[1]], GREEDY)
-    assert llm.stats().blocks.used == 0
+    assert llm.stats().blocks.num_used == 0
 
 
 def test_n_completions_and_logprobs(checkpoint: Path) -> None:

@@ -85,7 +85,7 @@ def alone(sampling: str, rules: str) -> list[Answer]:
 @pytest.fixture(autouse=True)
 def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted then depends on no clock."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_every_token_and_logprob_is_the_same(
     counts, blocks = llm.stats().speculation, llm.stats().blocks
     assert 0 < counts.accepted_tokens <= counts.draft_tokens and counts.accepted_per_pos[0] > 0
     assert (counts.accepted_tokens < counts.draft_tokens) or right == 1.0
-    assert blocks.used == 0
+    assert blocks.num_used == 0
     if (settings, rules) == ("blocks run out", "none"):
         assert llm.stats().preemptions > 0
 

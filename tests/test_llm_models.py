@@ -136,7 +136,10 @@ def test_tokens_and_logprobs_are_those_of_transformers(
         _compare([result.outputs[0] for result in results], wanted, order)
         order.reverse()
     stats = llm.stats()
-    assert stats.blocks.used == 0 and stats.blocks.free + stats.blocks.cached == stats.blocks.total
+    assert (
+        stats.blocks.num_used == 0
+        and stats.blocks.num_free + stats.blocks.num_cached == stats.blocks.num_total
+    )
     assert (stats.preemptions > 0) == (setting == "blocks run out")
     assert (stats.blocks.prefix_hits > 0) == settings.get("enable_prefix_caching", True)
 

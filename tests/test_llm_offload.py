@@ -38,10 +38,16 @@ POLICIES = {
     ),
     "serial": replace(DISK, schedule="serial"),
     "s4": replace(DISK, schedule="s4"),
-    "padded": replace(DISK, padded=84, prefill_rows=2 * 84),
-    "padded less than the longest, one micro-batch": replace(DISK, micro_batch=8, micro_batches=1, padded=30),
-    "padded more than the longest, one by one": replace(DISK, micro_batch=1, padded=100, prefill_rows=1),
-    "padded, on demand": replace(DISK, schedule="on-demand", static_experts=1, micro_batch=3, padded=84),
+    "padded": replace(DISK, padded_prompt_len=84, prefill_rows=2 * 84),
+    "padded less than the longest, one micro-batch": replace(
+        DISK, micro_batch=8, micro_batches=1, padded_prompt_len=30
+    ),
+    "padded more than the longest, one by one": replace(
+        DISK, micro_batch=1, padded_prompt_len=100, prefill_rows=1
+    ),
+    "padded, on demand": replace(
+        DISK, schedule="on-demand", static_experts=1, micro_batch=3, padded_prompt_len=84
+    ),
     "two cores": CORES,
     "two cores, some experts stay": replace(CORES, static_experts=2, micro_batch=3),
     "two cores, s2": replace(CORES, schedule="s2"),
@@ -54,7 +60,7 @@ POLICIES = {
     "two cores, some of the cache moves, s4": replace(
         BESIDE, schedule="s4", static_experts=1, slow_cache=0.9
     ),
-    "two cores, a little of the cache moves, padded": replace(BESIDE, padded=84, slow_cache=0.1),
+    "two cores, a little of the cache moves, padded": replace(BESIDE, padded_prompt_len=84, slow_cache=0.1),
     "two cores, the cache moves, s4": replace(BESIDE, schedule="s4", static_experts=1),
     "two cores, the cache moves, on demand": replace(BESIDE, schedule="on-demand"),
     "two cores, the cache moves, in place": replace(BESIDE, schedule="in-place", static_experts=1),
@@ -136,7 +142,7 @@ def test_hot_experts_stay_and_the_load_revises_the_plan(checkpoints: Checkpoints
     lengths = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (30, 30, *[6] * 7)]
     llm.generate(prompts(), lengths)
     found = llm.stats().experts
-    assert found.plan.revisions >= 1 and found.plan.paged and found.plan.on_demand
+    assert found.plan.revisions >= 1 and found.plan.paged_steps and found.plan.on_demand_steps
     assert found.residency.exchanges >= 1 and 0 < found.residency.hits < found.residency.chosen
     assert found.residency.loaded_bytes > 0 and found.residency.held_bytes > 0
 

@@ -71,7 +71,7 @@ POLICIES = {
     "all experts stay": replace(DISK, static_experts=12),
     "serial": replace(DISK, schedule="serial"),
     "s4": replace(DISK, schedule="s4", static_experts=1),
-    "padded": replace(DISK, padded=84, prefill_rows=2 * 84),
+    "padded": replace(DISK, padded_prompt_len=84, prefill_rows=2 * 84),
 }
 FORMS = ("all-reduce", "reduce-scatter")
 
@@ -183,7 +183,7 @@ def test_every_policy_in_every_form(
         passes = made.stats().experts.passes
     most = -(-registry.read_spec(case.path).num_experts // ranks)
     assert {one.prefill for one in passes} == {True, False}
-    assert any(one.loaded for one in passes) == (offload.static_experts < most)
+    assert any(one.loaded_bytes for one in passes) == (offload.static_experts < most)
 
 
 @pytest.mark.parametrize("align", ["move", "variable"])
@@ -277,7 +277,9 @@ def test_each_rank_reads_its_own_experts_and_nothing_else(tmp_path: Path, static
     own = [read_owners(config).list_experts(each) for each in range(2)]
     streamed = [{layer: mine[static:] for layer, mine in each.items()} for each in own]
     assert [len(each[0]) for each in streamed] == [4 - static, 3 - static]
-    first = sum(one.loaded for one in made.stats().experts.passes) - sum(one.loaded for one in told)
+    first = sum(one.loaded_bytes for one in made.stats().experts.passes) - sum(
+        one.loaded_bytes for one in told
+    )
     assert first == passes * blocks(case, streamed[0])
     other = passes * blocks(case, streamed[1])
     assert other <= read_by(rank) - counted <= other + (1 << 16), "but for messages"

@@ -57,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted then depends on no clock."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_every_token_and_logprob_is_the_same(
     for _ in range(2):  # then with what the first round left in the prefix cache
         assert answers(llm, rules, bits) == expected
     counts, blocks = llm.stats().speculation, llm.stats().blocks
-    assert blocks.used == 0 and counts.draft_tokens == counts.drafts
+    assert blocks.num_used == 0 and counts.draft_tokens == counts.drafts
     if rules != "ends soon":
         assert counts.draft_tokens > 0
         assert counts.accepted_tokens > 0 or strength == "wrong" or rules not in ("greedy", "scored")
@@ -142,11 +142,16 @@ def test_it_proposes_what_the_layer_says(
     plans: dict[int, StepPlan] = {}
 
     def recorded(self: LockstepScheduler, event: Event, now: float) -> list[Action]:
-        if isinstance(event, StepDone) and event.proposed is not None:
-            plan, proposed = plans[event.step], event.proposed
-            batch, drafted = plan.batch, plan.drafted if len(plan.drafted) else [0] * len(plan.sampled)
-            counts = [1] * len(plan.sampled) if event.counts is None else event.counts.tolist()
-            for sequence, draft, count, token in zip(plan.sampled, drafted, counts, proposed, strict=True):
+        if isinstance(event, StepDone) and event.proposed_tokens is not None:
+            plan, proposed = plans[event.step], event.proposed_tokens
+            batch, drafted = (
+                plan.batch,
+                plan.num_draft_tokens if len(plan.num_draft_tokens) else [0] * len(plan.sampled_sequences),
+            )
+            counts = [1] * len(plan.sampled_sequences) if event.counts is None else event.counts.tolist()
+            for sequence, draft, count, token in zip(
+                plan.sampled_sequences, drafted, counts, proposed, strict=True
+            ):
                 row = batch.query_starts[sequence + 1] - 1 - draft + count - 1
                 seen[int(plan.request_ids[sequence]), int(batch.positions[row])] = int(token)
         actions = handle(self, event, now)

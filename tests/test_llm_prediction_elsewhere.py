@@ -46,7 +46,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted then depends on no clock."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +161,10 @@ def test_a_placement_without_the_layer_covers_it(path: Path, tmp_path: Path) -> 
     halves = {0: range(half), 1: range(half, layout.num_experts)}
     held = {1: halves, 2: {0: halves[1], 1: halves[0]}}
     given = Placement(0, layout.num_experts, held, layout.fingerprint)
-    covering = given.covering(layout.prediction)
+    covering = given.with_layer(layout.prediction)
     covering.check(layout.fingerprint, layout.layers, layout.num_experts)
-    assert covering.held[3] == covering.held[2] != covering.held[1]
-    assert covering.covering(3) is covering and given.covering(None) is given
+    assert covering.experts_by_layer[3] == covering.experts_by_layer[2] != covering.experts_by_layer[1]
+    assert covering.with_layer(3) is covering and given.with_layer(None) is given
     file = tmp_path / "placement.json"
     file.write_text(given.to_json())
     wanted = WorkerConfig(

@@ -125,7 +125,9 @@ def one_history(engines: Engines, seed: int) -> WorkerStats:
 
 
 def test_random_histories(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)  # which depends on time
+    monkeypatch.setattr(
+        StepPrices, "record_duration", lambda self, rows, seconds: None
+    )  # which depends on time
     found = [one_history(engines, seed) for seed in HISTORIES[engines.kind]]
     assert sum(stats.preemptions for stats in found) > 1
     drafts = [stats.speculation for stats in found]

@@ -36,7 +36,7 @@ FORMS: list[dict[str, Any] | None] = [
 PROMPTS = ["def main():", "# sizes\n", "import os", "assert", "Once upon", "let "]
 
 
-BUDGET = ReasoningBudget(20, "<think>", ("</think>",), (3597, 448, 987, 32), inside=True)
+BUDGET = ReasoningBudget(20, "<think>", ("</think>",), (3597, 448, 987, 32), starts_inside=True)
 """Of the last request without a form."""
 
 
@@ -124,7 +124,7 @@ def test_no_allowed_token_ends_the_request_and_not_its_neighbours(alone: list[An
     found = model.generate([PROMPTS[1], "x"], [params(1, None), stuck])
     assert found[0].outputs[0].token_ids == alone[1][0]
     assert found[1].text == "yes"
-    assert found[1].outputs[0].finish_reason is FinishReason.NOT_ALLOWED
+    assert found[1].outputs[0].finish_reason is FinishReason.NO_ALLOWED_TOKEN
 
 
 def test_a_form_that_is_none_is_refused_before_anything_runs() -> None:

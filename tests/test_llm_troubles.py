@@ -36,7 +36,7 @@ def test_an_interrupted_step_leaves_the_engine_working(
         llm.generate([[9, 8, 7, *prompt] for prompt in prompts], GREEDY)
     assert [result.outputs[0].token_ids for result in llm.generate(prompts, GREEDY)] == wanted
     stats = llm.stats()
-    assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+    assert (stats.running, stats.waiting, stats.blocks.num_used) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("call", [7, *(pytest.param(call, marks=pytest.mark.slow) for call in (1, 6, 9, 12))])

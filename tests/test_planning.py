@@ -84,7 +84,7 @@ def test_a_worker_that_keeps_to_the_cap(path: Path, cap: str, job: Job) -> None:
     assert found.worker.scheduler.max_num_seqs == offload.batch <= job.requests
     # rows of a step are those that the plan made room for
     assert found.worker.scheduler.max_num_batched_tokens == offload.batch * job.num_computed_tokens
-    assert offload.padded == job.padded_length
+    assert offload.padded_prompt_len == job.padded_length
     assert found.worker.cache.enable_prefix_caching is (job.padded_length is None)
     assert cache_tokens(found) >= job.longest
     assert offload.prefill_rows * found.model.hidden * 4 <= size
@@ -247,7 +247,7 @@ def test_a_profile_tells_what_on_demand_loads(path: Path, tmp_path: Path) -> Non
     ids = np.tile(np.arange(spec.top_k, dtype=np.int16), (12, len(spec.moe_layers), 1))
     starts, prompts = np.array([0, 4, 8, 12]), np.full(3, 4)
     routes = Routes(tokens, starts, prompts, np.full(3, -1, np.int16), ids)
-    made = Profile.of_routes(
+    made = Profile.from_routes(
         registry.routed_model(path).model, spec.vocab_size, count, spec.moe_layers, routes
     )
     file = tmp_path / "profile.npz"

@@ -105,7 +105,7 @@ def test_what_is_refused(path: Path) -> None:
 
 def test_a_placement_that_lacks_layers_is_refused(path: Path, tmp_path: Path) -> None:
     routed, file = registry.routed_model(path), tmp_path / "placement.json"
-    placement = Placement.staged(routed.layers[1:], routed.num_experts, [(0, 1)], routed.model)
+    placement = Placement.from_stages(routed.layers[1:], routed.num_experts, [(0, 1)], routed.model)
     file.write_text(placement.to_json())
     with pytest.raises(ConfigError, match="^--placement: layers: got 'no layer 0'"):
         planned(path, "4MiB", placement=str(file))

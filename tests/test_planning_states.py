@@ -59,6 +59,6 @@ def test_padding_is_refused(tmp_path: Path) -> None:
     byte_tokenizer(path)
     found = plan(WorkerConfig(ModelConfig(str(path))), OffloadConfig("4MiB"), JOB, HARDWARE)
     assert found.worker.offload is not None
-    offload = replace(found.worker.offload, padded=9)
+    offload = replace(found.worker.offload, padded_prompt_len=9)
     with pytest.raises(ConfigError, match="--pad: got 'true'; allowed: false for a model"):
         LLM(str(path), threads=1, offload=offload, max_model_len=16, max_num_seqs=offload.batch)

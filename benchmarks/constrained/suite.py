@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.text.structured.grammar import check, grammar_of
 from moesaic.text.structured.token_filter import GrammarFilter
 from moesaic.text.structured.vocabulary import Vocabulary

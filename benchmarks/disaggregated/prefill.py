@@ -176,7 +176,7 @@ def _moved(before: TransferStats, after: TransferStats) -> dict[str, float]:
     sent, seconds = after.sent_bytes - before.sent_bytes, after.sent_seconds - before.sent_seconds
     early = after.early_bytes - before.early_bytes
     return {
-        "kv_requests": after.received - before.received,
+        "kv_requests": after.received_requests - before.received_requests,
         "kv_gb": sent / 1e9,
         "kv_gb_per_s": (sent - early) / 1e9 / seconds if seconds else 0.0,
         "kv_early": early / sent if sent else 0.0,

@@ -213,7 +213,7 @@ def random_prompts(count: int, length: int, vocabulary: int, seed: int = 0) -> l
 def halves(model: str, folder: Path) -> Path:
     """A placement file: server 0 holds the first half of each layer's experts, server 1 the second."""
     layout = layout_of(model)
-    placement = Placement.staged(layout.layers, layout.num_experts, [(0, 1)], model=layout.fingerprint)
+    placement = Placement.from_stages(layout.layers, layout.num_experts, [(0, 1)], model=layout.fingerprint)
     file = folder / f"halves-{layout.fingerprint}.json"
     file.write_text(placement.to_json())
     return file

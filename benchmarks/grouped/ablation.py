@@ -150,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             }
             with task_folder({"kind": "ablation", **task}) as folder:
                 bar = progress.add_task(f"placing on {size} ranks", total=None)
-                write(profile.of(train), test, folder, size, arguments, _advance(progress, bar))
+                write(profile.with_routes(train), test, folder, size, arguments, _advance(progress, bar))
                 progress.update(bar, description=f"measuring {size} ranks", completed=0)
                 ranks = processes.run(folder, size, _advance(progress, bar))
                 progress.update(bar, completed=len(arguments.rows), total=len(arguments.rows))

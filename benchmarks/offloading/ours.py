@@ -22,9 +22,9 @@ class Watch:
         """Request id -> prompt's number. Requests are submitted in the order of the prompts."""
 
     def __call__(self, event: Event, now: float, actions: list[Action]) -> None:
-        from moesaic.policy.scheduling.schedulers.actions import Arrived, Emit
+        from moesaic.policy.scheduling.schedulers.actions import Emit, RequestsArrived
 
-        if isinstance(event, Arrived):
+        if isinstance(event, RequestsArrived):
             for request in event.requests:
                 self._numbers[request.request_id] = len(self._numbers)
         for action in actions:

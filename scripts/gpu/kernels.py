@@ -11,7 +11,7 @@ from scripts.gpu.plan import Found, Work
 
 from moesaic.commands import bench_kernels
 from moesaic.commands.options import KernelsBench
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 
 ROWS = (1, 8, 32, 128, 512, 2048)
 SECONDS = 0.04
@@ -24,7 +24,8 @@ CASES: dict[str, tuple[str, tuple[str, ...], str]] = {
     "delta rule": ("qwen3_next", ("bfloat16",), "bfloat16"),
     "short convolutions": ("lfm2_moe", ("bfloat16",), "bfloat16"),
     "other formats": (
-        "qwen3-30b-a3b", tuple(kind for kind in QUANTIZED if kind not in ("fp8", "int8", "int4", "mxfp4")),
+        "qwen3-30b-a3b",
+        tuple(name for name in QUANTIZATIONS if name not in ("fp8", "int8", "int4", "mxfp4")),
         "bfloat16",
     ),
 }  # fmt: skip

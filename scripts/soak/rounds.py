@@ -231,8 +231,8 @@ def _grown(before: ClusterCounters, after: ClusterCounters) -> ClusterCounters:
 def _exercised(saboteur: Saboteur, before: WorkerStats, after: WorkerStats) -> dict[str, int]:
     """What happened in the round by these counters, of the workers and of the faults."""
     return {
-        "KV received": after.transfers.received - before.transfers.received,
-        "KV not received": after.transfers.failed - before.transfers.failed,
+        "KV received": after.transfers.received_requests - before.transfers.received_requests,
+        "KV not received": after.transfers.failed_transfers - before.transfers.failed_transfers,
         "prefill workers killed in a transfer": saboteur.in_transfer,
         "changes of size": saboteur.resized,
         "changes of size given up": len(saboteur.not_resized),
@@ -260,9 +260,13 @@ def _kept(served: Cluster) -> list[str]:
 
     def free() -> bool:
         stats = served.router.stats()
-        blocks, held = stats.blocks, (stats.running, stats.waiting, stats.blocks.used)
+        blocks, held = stats.blocks, (stats.running, stats.waiting, stats.blocks.num_used)
         held += (stats.states.seats_used, stats.transfers.held_bytes)
-        return not any(held) and not served.router.transfers and blocks.free + blocks.cached == blocks.total
+        return (
+            not any(held)
+            and not served.router.transfers
+            and blocks.num_free + blocks.num_cached == blocks.num_total
+        )
 
     deadline = time.monotonic() + ENDS
     while not free() and time.monotonic() < deadline:

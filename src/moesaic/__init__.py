@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moesaic.core.errors import MoesaicError
     from moesaic.core.request import RequestOutput, SamplingParams
-    from moesaic.core.structured import StructuredOutputsParams
+    from moesaic.core.structured_outputs import StructuredOutputsParams
     from moesaic.llm import LLM
 
 __version__ = "0.3.0"
@@ -22,7 +22,7 @@ _MODULES = {
     "MoesaicError": "moesaic.core.errors",
     "RequestOutput": "moesaic.core.request",
     "SamplingParams": "moesaic.core.request",
-    "StructuredOutputsParams": "moesaic.core.structured",
+    "StructuredOutputsParams": "moesaic.core.structured_outputs",
 }
 
 

@@ -188,7 +188,7 @@ class Engine:
         match message:
             case messages.Tokens():
                 return self._take_tokens(message)
-            case messages.Admitted():
+            case messages.RequestsAdmitted():
                 for request_id, num_cached in zip(message.request_ids, message.cached_tokens, strict=True):
                     if request_id in self._streams:
                         self._streams[request_id].cached_tokens = num_cached
@@ -200,7 +200,7 @@ class Engine:
                 self.info = message.info
             case messages.Loading():
                 self.loading = message
-            case messages.Failed():
+            case messages.WorkerFailed():
                 self.mark_dead(message.error)
         return []
 
@@ -259,7 +259,7 @@ class Engine:
             stream = self._streams.get(request_id)
             if stream is None:
                 continue  # cancelled while the worker was sending its token
-            if finish in (FinishReason.ERROR, FinishReason.NOT_ALLOWED):
+            if finish in (FinishReason.ERROR, FinishReason.NO_ALLOWED_TOKEN):
                 output = _finish_without_token(stream, finish)
             else:
                 output = _advance(stream, token, finish, logprob)

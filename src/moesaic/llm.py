@@ -231,7 +231,7 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
 
     drafting = settings.get("speculative_config")
     if drafting is not None and not isinstance(drafting, str):
-        settings = {**settings, "speculative_config": SpeculativeConfig.of(drafting).to_json()}
+        settings = {**settings, "speculative_config": SpeculativeConfig.parse(drafting).to_json()}
     kinds = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig)
     setting_names = {"offload"}.union(*map(names, kinds)) - {"model"}
     for name, value in settings.items():

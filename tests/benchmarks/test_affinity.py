@@ -70,7 +70,7 @@ def test_prompts_are_mixed_evenly_and_by_seed() -> None:
 
 
 def test_both_placements_come_with_their_tables(tmp_path: Path) -> None:
-    profile = Profile.of_routes("m", 10, 4, [3], routes([2, 4, 6, 8], [1, 3, 5, 7]))
+    profile = Profile.from_routes("m", 10, 4, [3], routes([2, 4, 6, 8], [1, 3, 5, 7]))
     for solver in ("vanilla", "kmeans"):
         file = affinity.placed(profile, solver, tmp_path)
         placement = Placement.read(str(file), affinity.RANKS)

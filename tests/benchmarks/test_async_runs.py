@@ -8,10 +8,10 @@ import async_runs
 import pytest
 from async_runs import Cluster, Setting
 
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.core.curves import Thresholds
 
-DEVICES = replace(paced.read(async_runs.PAPER), dilation=1.0)
+DEVICES = replace(paced_devices.read(async_runs.PAPER), dilation=1.0)
 SMALL = Setting(model=(8, 8, 2), decodes=512, tokens=4, skew=0.75)
 
 

@@ -95,7 +95,7 @@ def profile() -> Profile:
         topics=np.zeros(1, dtype=np.int16),
         experts=experts,
     )
-    return Profile.of_routes("model", ROWS, EXPERTS, range(1, LAYERS + 1), made, topics=["all"])
+    return Profile.from_routes("model", ROWS, EXPERTS, range(1, LAYERS + 1), made, topics=["all"])
 
 
 def scaled(packet: Packet) -> FloatArray:

@@ -28,7 +28,7 @@ def layer(seed: int, size: int, k: int, tokens: int = 60, vocab_size: int = 12) 
     ids = rng.integers(0, vocab_size, tokens)
     habits = 1.5 * rng.gumbel(size=(vocab_size, size))
     experts = np.argsort(-(habits[ids] + rng.gumbel(size=(tokens, size))), axis=1)[:, :k]
-    return Counts.of(ids, experts, vocab_size, size)
+    return Counts.from_pairs(ids, experts, vocab_size, size)
 
 
 def rate(rows: np.ndarray, labels: np.ndarray, ranks: int) -> float:
@@ -41,7 +41,7 @@ def placements(size: int, ranks: int) -> list[np.ndarray]:
 
 
 def test_worked_example() -> None:
-    counts = Counts.of(np.array([5, 6]), np.array([[0, 2], [1, 3]]), 8, 4)
+    counts = Counts.from_pairs(np.array([5, 6]), np.array([[0, 2], [1, 3]]), 8, 4)
     best, labels = exact(counts, 4, 2)
     assert best == pytest.approx(1.0)
     assert same_clusters(labels, np.array([0, 1, 0, 1]))
@@ -74,7 +74,7 @@ def test_the_bound_is_above_the_optimum_and_near(size: int, ranks: int, most: fl
 @pytest.mark.parametrize("spare", [1.0, 0.02])
 def test_of_tokens_with_one_expert_each_all_is_local(ranks: int, spare: float) -> None:
     ids = np.repeat(np.arange(6), [1, 3, 5, 7, 2, 4])
-    counts = Counts.of(ids, ids[:, None], 6, 6)
+    counts = Counts.from_pairs(ids, ids[:, None], 6, 6)
     assert bound(dense(counts, 6).astype(np.float64), ranks, 50, spare) == pytest.approx(1.0)
     assert exact(counts, 6, ranks)[0] == pytest.approx(1.0)
 
@@ -85,7 +85,7 @@ def test_hardly_any_token_with_two_experts(often: int) -> None:
     ids = np.arange(6)
     experts = np.stack([ids, ids], axis=1)
     experts[0, 1] = 1
-    rows = dense(Counts.of(ids, experts, 6, 6), 6).astype(np.float64)
+    rows = dense(Counts.from_pairs(ids, experts, 6, 6), 6).astype(np.float64)
     rows[1:] *= often
     found = bound(rows, 3, 50)
     assert 1 - 1 / rows.sum() <= found <= 1 + 1e-9
@@ -122,7 +122,7 @@ def test_a_cap_on_loads_lowers_it() -> None:
     rng = np.random.default_rng(0)
     ids = np.arange(600) % 60
     scores = rng.random((600, 8)) + np.where(ids[:, None] % 4 == 0, 0.0, 0.6) * (np.arange(8) < 4)
-    rows = dense(Counts.of(ids, np.argsort(-scores, axis=1)[:, :2], 60, 8), 8).astype(np.float64)
+    rows = dense(Counts.from_pairs(ids, np.argsort(-scores, axis=1)[:, :2], 60, 8), 8).astype(np.float64)
     assert bound(rows, 2, 100, spare=0.01) < 0.95 * bound(rows, 2, 100)
 
 

@@ -139,7 +139,7 @@ def test_each_domain_is_measured_with_every_other_ones_placement(made: Profile) 
 
 def test_unseen_ids_take_their_neighbours_place(made: Profile) -> None:
     routes = replace(made.routes, tokens=made.routes.tokens % 50)
-    few = Profile.of_routes("demo", 4096, made.num_experts, made.layers, routes)
+    few = Profile.from_routes("demo", 4096, made.num_experts, made.layers, routes)
     found = placements.neighbours("demo")(few).nearest
     assert found is not None and len(found) == 4096
     assert set(found.tolist()) == set(range(50))

@@ -13,14 +13,14 @@ from disaggregated import depths, heatmap, queues
 from moesaic.core.request import Request, SamplingParams
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.microqueue import policy_named
-from moesaic.policy.scheduling.schedulers.actions import Action, Arrived, RunSegment
+from moesaic.policy.scheduling.microqueue import make_policy
+from moesaic.policy.scheduling.schedulers.actions import Action, RequestsArrived, RunSegment
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 
 
 def scheduler() -> AsyncScheduler:
     """Of three layers with experts."""
-    return AsyncScheduler(BatchLimits(4, 64, 64), KVBlocks(16, 16, False), policy_named("mtfs"), 3, top_k=2)
+    return AsyncScheduler(BatchLimits(4, 64, 64), KVBlocks(16, 16, False), make_policy("mtfs"), 3, top_k=2)
 
 
 def test_rows_count_for_as_long_as_they_waited() -> None:
@@ -51,7 +51,7 @@ def test_schedulers_are_watched_from_their_making_on(monkeypatch: pytest.MonkeyP
     assert file.parent == tmp_path
 
     def arrive(number: int) -> list[Action]:
-        return one.handle(Arrived([Request(number, [5, 6, 7], SamplingParams(max_tokens=4))]), now)
+        return one.handle(RequestsArrived([Request(number, [5, 6, 7], SamplingParams(max_tokens=4))]), now)
 
     assert isinstance(arrive(0)[-1], RunSegment)
     one._ready._rows[2] = 6

@@ -29,7 +29,7 @@ def test_concentration_worked_example() -> None:
         np.array([-1], dtype=np.int16),
         np.array([[[0, 1]], [[0, 1]], [[0, 2]], [[2, 3]]], dtype=np.int16),
     )
-    found = calibration.concentration(Profile.of_routes("m", 5, 4, [0], routes))
+    found = calibration.concentration(Profile.from_routes("m", 5, 4, [0], routes))
     expected = [np.percentile(one, (25, 50, 75)) for one in ([1, 1, 0.5, 1], [5 / 6, 1], [1 / 6, 0])]
     assert found == pytest.approx(np.concatenate(expected)[None])
 
@@ -64,7 +64,7 @@ def test_it_can_be_placed_from_its_file(made: Profile, tmp_path: Path) -> None:
 
 def test_unseen_ids_have_a_known_one(made: Profile) -> None:
     assert made.nearest is not None
-    known = made.counts[0].known
+    known = made.counts[0].known_tokens
     assert set(made.nearest.tolist()) == set(known.tolist())
     assert (made.nearest[known] == known).all()
 

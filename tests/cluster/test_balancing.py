@@ -93,14 +93,16 @@ SKEWED = [[90, 90, 5, 5], [25, 25, 25, 25]]
 
 def test_a_skewed_load_moves_experts_once_an_interval() -> None:
     placement = balance.place(np.ones((2, 4)), (0, 1), {0: 1.0, 1: 1.0})
-    assert placement.held[0] == {0: (0, 1), 1: (2, 3)}
+    assert placement.experts_by_layer[0] == {0: (0, 1), 1: (2, 3)}
     balancing = Balancing(LAYOUT, EVEN, 0.0)
     now = filled(balancing, SKEWED, share=0.5)
     assert balancing.plan_rebalance(now - 1.0, placement, EQUAL) is None, "too early"
     new = balancing.plan_rebalance(now, placement, EQUAL)
     assert new is not None and new.version == 1
-    assert sorted(map(set, new.held[0].values()), key=min)[0] & {0, 1} != {0, 1}, "the hot ones part"
-    assert new.held[1] == placement.held[1]
+    assert sorted(map(set, new.experts_by_layer[0].values()), key=min)[0] & {0, 1} != {0, 1}, (
+        "the hot ones part"
+    )
+    assert new.experts_by_layer[1] == placement.experts_by_layer[1]
     assert balancing.plan_rebalance(now + 1.0, placement, EQUAL) is None, "once an interval"
 
 
@@ -149,7 +151,9 @@ def test_copies_beside_a_file_are_spread_too() -> None:
     balancing = Balancing(LAYOUT, ClusterConfig(expert_servers=4, placement="f", min_replicas=2), 0.0, homes)
     new = balancing.plan_spread(blind, servers, hosts)
     assert new is not None and exposed(new, range(4), hosts) == 0
-    assert all(set(homes.of(server)[0]) <= set(new.of(server)[0]) for server in servers)
+    assert all(
+        set(homes.server_experts(server)[0]) <= set(new.server_experts(server)[0]) for server in servers
+    )
 
 
 def test_an_interval_of_zero_is_never() -> None:
@@ -329,11 +333,11 @@ def test_a_skewed_load_moves_experts_during_traffic(
         answers = served.finish()
         assert answers == expected * (len(answers) // COUNT)
         after = served.supervisor.placement
-        assert before is not None and after is not None and after.held != before.held
+        assert before is not None and after is not None and after.experts_by_layer != before.experts_by_layer
         report = served.supervisor.report()
         assert served.broken_off == 0 and all(layer.least > 0 for layer in report.replicas)
         assert {member.experts for member in report.processes[1:]} == {
-            sum(len(ids) for ids in after.of(server).values()) for server in after.servers
+            sum(len(ids) for ids in after.server_experts(server).values()) for server in after.servers
         }
 
 

@@ -103,7 +103,7 @@ def test_who_joins_says_a_positive_weight(weight: float) -> None:
 def test_the_first_placement_follows_them() -> None:
     settings = ClusterConfig(expert_servers=2, expert_capacities="3,1")
     placement = first_placement(LAYOUT, settings, {0: 3.0, 1: 1.0}, None)
-    assert placement.held[0] == {0: (0, 1, 2), 1: (3,)}
+    assert placement.experts_by_layer[0] == {0: (0, 1, 2), 1: (3,)}
 
 
 def test_so_does_a_change(spawning: list[Scene]) -> None:  # noqa: F811
@@ -128,7 +128,7 @@ def test_balance_is_of_load_for_each_unit_of_capacity() -> None:
         balancing = Balancing(LAYOUT, settings, 0.0)
         new = balancing.plan_rebalance(filled(balancing, load, share=0.5), placement, weights)
         assert (new is not None) == moved
-    assert new is not None and new.held[0] == {0: (0, 1, 2), 1: (3,)}
+    assert new is not None and new.experts_by_layer[0] == {0: (0, 1, 2), 1: (3,)}
 
 
 # ---- real processes
@@ -166,7 +166,7 @@ def test_who_joins_gets_what_its_weight_is_worth(expected: list[Answer], door: d
 @pytest.mark.parametrize(
     "word",
     [
-        messages.Settled(1),
+        messages.DirectorySettled(1),
         messages.Enlist("expert-server", 0.0),
         messages.Enlist("expert-server", float("inf")),
         messages.Enlist("expert-server", -2.0),

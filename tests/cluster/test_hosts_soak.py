@@ -108,6 +108,8 @@ def test_no_token_differs_and_nothing_is_left(
 
         def idle() -> bool:
             stats = joined.served.stats
-            return not (stats.running or stats.waiting or stats.blocks.used or joined.served.router.transfers)
+            return not (
+                stats.running or stats.waiting or stats.blocks.num_used or joined.served.router.transfers
+            )
 
         joined.served.until(idle)

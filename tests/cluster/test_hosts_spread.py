@@ -33,7 +33,7 @@ def test_a_host_dies_and_every_expert_has_a_holder_at_once(
         assert there.processes == ["expert server 2", "expert server 3"]
         assert placement is not None and placement.servers == (0, 1, 2, 3)
         assert [layer.one_host for layer in report.replicas] == [0] * len(placement.layers)
-        assert placement.orphans(without={2, 3}) == placement.orphans(without={0, 1}) == []
+        assert placement.orphans(excluded_servers={2, 3}) == placement.orphans(excluded_servers={0, 1}) == []
 
         away = After(100, hosts[1].kill)
         fewest: list[int] = []

@@ -152,7 +152,7 @@ def test_the_same_bits_in_two_stages(schedule: str, staged: Path, expected: list
     with cluster(expert_servers=3, attention_workers=2, placement=str(staged), schedule=schedule) as served:
         placement = served.supervisor.placement
         assert placement is not None
-        layers = [set(placement.of(server)) for server in range(3)]
+        layers = [set(placement.server_experts(server)) for server in range(3)]
         assert layers[0] == layers[1] and not layers[0] & layers[2]
         assert layers[0] | layers[2] == set(placement.layers)
         served.submit(*workload(8, 24))

@@ -45,6 +45,6 @@ def test_who_joins_is_told_the_instruction_set(members: Members) -> None:
     ours, far = local_pair()
     members.adopt(members.add(Role.SERVER), FakeProcess(ours, far), "w", LAYOUT)  # type: ignore[arg-type]
     told = far.receive(5.0)
-    assert isinstance(told, messages.Enlisted)
+    assert isinstance(told, messages.EnlistReply)
     assert ExpertServerConfig.from_json(told.config).kernels == "avx512"
     members.stop()

@@ -111,7 +111,7 @@ def test_a_prefill_worker_joins_and_takes_prompts(expected: list[Answer], door: 
         for _ in range(2):
             served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == 2 * expected
-        assert served.supervisor.worker_stats()[member.name].transfers.sent > 0
+        assert served.supervisor.worker_stats()[member.name].transfers.sent_requests > 0
         process.kill()
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish() == 3 * expected

@@ -73,7 +73,7 @@ def test_who_lost_its_cluster_loads_nothing_again(door: dict[str, Any], loads: l
         joined = Joined(address, Path(door["cluster_secret_file"]))
         settled(served, [0, 1])
         assert served.supervisor.placement is not None
-        first = served.supervisor.placement.of(1)
+        first = served.supervisor.placement.server_experts(1)
         loaded = len(loads)
         assert loaded == sum(map(len, first.values()))
         served.supervisor.kill("expert server 1")

@@ -110,16 +110,16 @@ def ended(process: LaunchedProcess) -> str:
 def test_it_gets_its_settings_and_what_waited_once_it_calls(start: Start, call: Start) -> None:
     room = FakeRoom()
     process = start(room)
-    process.connection.send(messages.Settled(1))
+    process.connection.send(messages.DirectorySettled(1))
     theirs = cast("StreamConnection", call(process, "avx2"))
     enlisted = theirs.receive(20.0)
-    assert isinstance(enlisted, messages.Enlisted)
+    assert isinstance(enlisted, messages.EnlistReply)
     assert (enlisted.model, enlisted.weights) == ("/m", "w")
     assert WorkerConfig.from_json(enlisted.config).model.kernels == "avx2"
-    assert theirs.receive(20.0) == messages.Settled(1)
+    assert theirs.receive(20.0) == messages.DirectorySettled(1)
     assert process.member.host == "10.0.0.3"
-    theirs.send(messages.Failed("no memory", user_error=True))
-    assert process.connection.receive(20.0) == messages.Failed("node 1: no memory", user_error=True)
+    theirs.send(messages.WorkerFailed("no memory", user_error=True))
+    assert process.connection.receive(20.0) == messages.WorkerFailed("node 1: no memory", user_error=True)
     theirs.close()
     room.end("exited with code 1")
     assert "closed the connection" in ended(process)
@@ -131,7 +131,7 @@ def test_it_gets_its_settings_and_what_waited_once_it_calls(start: Start, call: 
 def test_what_the_host_lacks_is_told_as_a_mistake_of_the_user(start: Start) -> None:
     process = start(FakeRoom("--model: no such path"))
     line = "node 1: --model: no such path"
-    assert process.connection.receive(20.0) == messages.Failed(line, user_error=True)
+    assert process.connection.receive(20.0) == messages.WorkerFailed(line, user_error=True)
     assert ended(process) == line and process.describe_end() == line
 
 
@@ -180,7 +180,7 @@ def test_stop_asks_first_and_kills_whoever_stays(
     theirs = cast("StreamConnection", call(process))
     process.stop()
     heard = [theirs.receive(20.0), theirs.receive(20.0)]
-    assert isinstance(heard[0], messages.Enlisted) and heard[1] == messages.Shutdown()
+    assert isinstance(heard[0], messages.EnlistReply) and heard[1] == messages.Shutdown()
     assert room.killed == 1
 
 
@@ -189,7 +189,7 @@ def test_who_calls_too_late_is_sent_away(start: Start, call: Start) -> None:
     process = start(room)
     process.kill()
     theirs = cast("StreamConnection", call(process))
-    assert isinstance(theirs.receive(20.0), messages.Enlisted)
+    assert isinstance(theirs.receive(20.0), messages.EnlistReply)
     with pytest.raises(ConnectionLost):
         theirs.receive(20.0)
 
@@ -200,7 +200,7 @@ def test_a_cpu_that_would_compute_other_bits_is_refused(start: Start) -> None:
     ours, theirs = (StreamConnection(one) for one in stream_pair())
     process.refuse(RemoteProcess(ours, "10.0.0.3:80", Role.WORKER), "--kernels: it lacks avx512")
     message = process.connection.receive(20.0)
-    assert message is not None and isinstance(message, messages.Failed) and message.user_error
+    assert message is not None and isinstance(message, messages.WorkerFailed) and message.user_error
     assert message.error.endswith("--kernels: it lacks avx512")
     with pytest.raises(ConnectionLost):
         theirs.receive(20.0)

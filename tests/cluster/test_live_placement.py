@@ -101,7 +101,7 @@ def test_a_placement_follows_live_routing(
         answers = served.finish()
         assert answers == alone.answers * (len(answers) // COUNT)
         after, report = served.supervisor.placement, served.supervisor.report()
-        assert before is not None and after is not None and after.held != before.held
+        assert before is not None and after is not None and after.experts_by_layer != before.experts_by_layer
         assert report.dispatch == "affinity" and report.counters.rebalances >= 1
         told = report.placement_solve
         assert told is not None and told.solves >= 1 and told.gain_seconds > 0
@@ -227,7 +227,7 @@ def job_of(alone: Alone, solver: str) -> Any:
 def test_a_process_solves_it(alone: Alone, live: LivePlacement) -> None:
     found = ended(live, job_of(alone, "sem-moe"), 1.0)
     assert found is not None, live.status.state
-    assert isinstance(found.placement, Placement) and found.placement.complete
+    assert isinstance(found.placement, Placement) and found.placement.is_complete
     assert live.status.solves == 1 and live.status.last and found.after.local > 0
     assert live.take(9.0, job_of(alone, "sem-moe"), lambda: TRAFFIC) is None, "nothing was recorded since"
 
@@ -309,4 +309,4 @@ def test_load_moves_experts_of_a_file_where_asked(
         answers = served.finish()
         assert answers == alone.answers * (len(answers) // COUNT)
         after = served.supervisor.placement
-        assert before is not None and after is not None and after.held != before.held
+        assert before is not None and after is not None and after.experts_by_layer != before.experts_by_layer

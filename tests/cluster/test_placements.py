@@ -53,7 +53,7 @@ class Alone:
             logprobs = [one.logprob for one in output.logprobs or [] if isinstance(one, TokenLogprob)]
             self.answers.append((output.token_ids, logprobs))
         self.routes: Routes = assembly.take()[1]
-        self.profile = Profile.of_routes(
+        self.profile = Profile.from_routes(
             spec.model, spec.vocab_size, spec.num_experts, spec.layers, self.routes
         )
 
@@ -133,7 +133,11 @@ def test_copies_beside_a_file_follow_the_load(
         answers = served.finish()
         assert answers == alone.answers * (len(answers) // COUNT)
         after = served.supervisor.placement
-        assert after is not None and after.held != before.held and homes_stay(served, file)
+        assert (
+            after is not None
+            and after.experts_by_layer != before.experts_by_layer
+            and homes_stay(served, file)
+        )
         assert after.tables == before.tables != ""
 
 

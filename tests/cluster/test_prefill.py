@@ -18,7 +18,7 @@ from moesaic.cluster.launch import launch
 from moesaic.cluster.member import RestartRule
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.request import RequestOutput
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.testing import byte_tokenizer
 from tests.cluster.test_groups import same
 from tests.cluster.test_identity import alone
@@ -73,7 +73,7 @@ def nothing_is_left(served: Cluster) -> None:
 
     def done() -> bool:
         stats = served.stats
-        return not (stats.blocks.used or stats.states.seats_used or stats.transfers.held_bytes)
+        return not (stats.blocks.num_used or stats.states.seats_used or stats.transfers.held_bytes)
 
     served.until(done)
     assert not served.router.transfers

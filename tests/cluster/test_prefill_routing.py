@@ -11,7 +11,7 @@ import pytest
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.profile import Profile
-from moesaic.core.routing import ENDED, Rows
+from moesaic.core.routing import END_POSITION, Rows
 from moesaic.trace.options import RecordConfig
 from tests.cluster.test_identity import alone
 from tests.cluster.test_prefill import DuringTransfer, prefill_cluster, workload
@@ -29,7 +29,7 @@ def of_one_process(tokens: int) -> Routed:
     llm = LLM("demo", threads=1, kv_cache_memory="64MiB", enable_prefix_caching=False, routing=taken.append)
     llm.generate(*workload(tokens))
     rows = np.concatenate(taken)
-    rows = rows[rows["position"] != ENDED]
+    rows = rows[rows["position"] != END_POSITION]
     found = {}
     for request in np.unique(rows["request"]):
         mine = rows[rows["request"] == request]
@@ -72,7 +72,7 @@ def test_the_rows_are_those_of_one_process(shape: str, tmp_path: Path) -> None:
     """Where caches are small, requests wait for room, and most runs preempt some of them."""
     found, served = record(tmp_path / "p.npz", SHAPES[shape])
     assert found == of_one_process(40)
-    assert served.stats.transfers.received
+    assert served.stats.transfers.received_requests
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def members() -> Members:
 def join(members: Members, fits: bool = True) -> tuple[Member, FakeProcess]:
     process, member = FakeProcess(*local_pair(), host="10.0.0.2", role=Role.RANKS), members.add(Role.RANKS)
     members.adopt(member, process, "w", None)  # type: ignore[arg-type]
-    assert isinstance(process.far.receive(5.0), messages.Enlisted)
+    assert isinstance(process.far.receive(5.0), messages.EnlistReply)
     member.is_fit = fits
     return member, process
 

@@ -38,7 +38,7 @@ class Workers:
         found = []
         while (message := self.ends[worker].receive(0.0)) is not None:
             if isinstance(message, messages.Submit):
-                generated = message.generated or [[] for _ in message.requests]
+                generated = message.generated_ids or [[] for _ in message.requests]
                 pairs = zip(message.requests, generated, strict=True)
                 found += [(request.request_id, tokens) for request, tokens in pairs]
         return found
@@ -88,7 +88,11 @@ def test_a_request_moves_with_its_tokens_and_what_the_old_worker_still_says_is_i
     workers.router.leave(0)
     assert workers.got(1) == [(0, [7])]
     workers.heard()
-    for late in (token(0, 8), messages.Admitted([0], [0.0], [0]), messages.Stats(WorkerStats(running=1))):
+    for late in (
+        token(0, 8),
+        messages.RequestsAdmitted([0], [0.0], [0]),
+        messages.Stats(WorkerStats(running=1)),
+    ):
         workers.router.take(0, late)
     assert workers.heard() == []
     workers.router.take(1, token(0, 8))
@@ -133,9 +137,9 @@ def test_nothing_that_a_worker_held_is_counted_once_it_is_gone() -> None:
     held = WorkerStats(
         running=2,
         waiting=1,
-        blocks=BlockStats(total=8, free=3, cached=1, used=4, prefix_hits=5),
+        blocks=BlockStats(num_total=8, num_free=3, num_cached=1, num_used=4, prefix_hits=5),
         states=StateStats(seats=4, seats_used=2, pages=9, pages_free=4, snapshots=3),
-        transfers=TransferStats(received=6, held_bytes=7),
+        transfers=TransferStats(received_requests=6, held_bytes=7),
     )
     for worker in (0, 1):
         workers.router.take(worker, messages.Stats(held))
@@ -143,7 +147,7 @@ def test_nothing_that_a_worker_held_is_counted_once_it_is_gone() -> None:
     left = workers.router.stats()
     assert left.states == held.states and left.blocks == replace(held.blocks, prefix_hits=10)
     assert (left.running, left.waiting) == (2, 1)
-    assert left.transfers == TransferStats(received=12, held_bytes=7)
+    assert left.transfers == TransferStats(received_requests=12, held_bytes=7)
 
 
 def test_the_engine_hears_what_all_workers_are_together() -> None:

@@ -102,7 +102,7 @@ def test_the_other_worker_goes_on_once_token_and_kv_are_there(token_first: bool)
             workers.router.take(0, messages.KVReceived(1))
     [submit] = workers.got(0)
     assert isinstance(submit, messages.Submit)
-    assert submit.generated == [[50]] and submit.received == {0: 1}
+    assert submit.generated_ids == [[50]] and submit.received_transfers == {0: 1}
     [request] = submit.requests
     assert (request.params.max_tokens, request.params.prompt_logprobs) == (8, None)
     assert workers.heard() == [messages.Tokens([0], [50], [None])]
@@ -147,7 +147,7 @@ def test_a_dead_prefill_worker_is_replaced_and_its_late_kv_is_not_used(sampled: 
     assert workers.got(0) == [messages.DropKV([1])]
     [again] = workers.got(PREFILL + 1)
     assert isinstance(again, messages.Submit)
-    assert again.generated == [[50] if sampled else []] and again.targets[0].transfer == 2
+    assert again.generated_ids == [[50] if sampled else []] and again.targets[0].transfer == 2
     assert again.requests[0].params.max_tokens == 1 + sampled
     workers.router.take(0, messages.KVReceived(1))
     assert workers.got(0) == [messages.DropKV([1])] and workers.router.transfers == [(2, 0)]
@@ -161,7 +161,7 @@ def test_without_a_prefill_worker_the_other_one_computes_the_prompt() -> None:
     workers.router.leave(PREFILL)
     [drop, submit] = workers.got(0)
     assert drop == messages.DropKV([1]) and isinstance(submit, messages.Submit)
-    assert submit.requests[0].params.max_tokens == 8 and not submit.targets and not submit.received
+    assert submit.requests[0].params.max_tokens == 8 and not submit.targets and not submit.received_transfers
 
 
 @pytest.mark.parametrize("sampled", [True, False])
@@ -177,7 +177,7 @@ def test_a_dead_receiver_is_replaced_once_the_token_is_there(sampled: bool) -> N
         workers.sampled()
     [again] = workers.got(PREFILL)
     to = 1 if sampled else 0
-    assert isinstance(again, messages.Submit) and again.generated == [[50]]
+    assert isinstance(again, messages.Submit) and again.generated_ids == [[50]]
     assert again.targets == {0: messages.KVTarget(2, Endpoint(f"unix:@{to}"), b"secret")}
     assert workers.open_requests == {to: 1, PREFILL: 1}
 
@@ -189,7 +189,7 @@ def test_kv_that_cannot_be_sent_is_computed_again() -> None:
     workers.sampled()
     [drop, submit] = workers.got(0)
     assert drop == messages.DropKV([1]) and isinstance(submit, messages.Submit)
-    assert submit.generated == [[50]] and not submit.received
+    assert submit.generated_ids == [[50]] and not submit.received_transfers
     assert workers.open_requests == {0: 1} and workers.router.transfers == []
 
 
@@ -246,7 +246,7 @@ def test_prompts_that_wait_are_placed_once_when_a_worker_joins_or_the_prefill_wo
 def test_what_has_arrived_is_known_whichever_report_comes_first() -> None:
     """A link of the prefill worker reports in a thread of its own, so its news may be newer than a step's."""
     workers = Workers()
-    old, new = (TransferStats(sent=1, sent_bytes=size, sent_seconds=size / 8) for size in (100, 300))
+    old, new = (TransferStats(sent_requests=1, sent_bytes=size, sent_seconds=size / 8) for size in (100, 300))
     news = [messages.Stats(WorkerStats(running=1, transfers=old)), messages.KVSent(new)]
     for first, second in (news, news[::-1]):
         workers.router.take(PREFILL, first)
@@ -282,4 +282,4 @@ def test_the_worker_that_goes_on_may_die_twice_while_the_prompt_is_computed() ->
     workers.router.leave(0)
     workers.sampled()
     [submit] = [one for one in workers.got(PREFILL) + workers.got(1) if isinstance(one, messages.Submit)]
-    assert submit.generated == [[50]]
+    assert submit.generated_ids == [[50]]

@@ -84,15 +84,15 @@ def test_a_moved_request_is_admitted_only_once() -> None:
     router = Router()
     joined(router, 0)
     router.send(messages.Submit([asked(0)]))
-    first = messages.Admitted([0], [0.5], [16])
+    first = messages.RequestsAdmitted([0], [0.5], [16])
     router.take(0, first)
     assert told(router) == [first]
     router.leave(0)
     end = joined(router, 1)
     router.send(messages.Submit([asked(1)]))
     assert submitted(end) == [0, 1]
-    router.take(1, messages.Admitted([0, 1], [3.0, 0.1], [0, 32]))
-    assert told(router) == [messages.Moved([0]), messages.Admitted([1], [0.1], [32])]
+    router.take(1, messages.RequestsAdmitted([0, 1], [3.0, 0.1], [0, 32]))
+    assert told(router) == [messages.RequestsMoved([0]), messages.RequestsAdmitted([1], [0.1], [32])]
 
 
 def test_tokens_of_every_worker_a_request_had_go_on_together() -> None:
@@ -105,7 +105,7 @@ def test_tokens_of_every_worker_a_request_had_go_on_together() -> None:
         router.take(worker, messages.Tokens([0], [10 * worker + 1], [None]))
         router.leave(worker)
     [message] = told(ends[2])
-    assert isinstance(message, messages.Submit) and message.generated == [[0, 1, 10, 11]]
+    assert isinstance(message, messages.Submit) and message.generated_ids == [[0, 1, 10, 11]]
     router.take(2, token(0, 20, FinishReason.LENGTH))
     router.leave(2)
     assert router.moved_requests == 2, "it had ended"
@@ -146,7 +146,7 @@ def test_the_engine_learns_which_requests_moved() -> None:
         joined(router, worker)
     router.send(messages.Submit([asked(0), asked(1)]))
     router.leave(0)
-    assert told(router) == [messages.Moved([0])]
+    assert told(router) == [messages.RequestsMoved([0])]
     router.take(1, token(0, 5, FinishReason.STOP))
     router.take(1, token(1, 5, FinishReason.STOP))
     told(router)

@@ -145,7 +145,7 @@ def test_a_newcomer_that_keeps_dying_leaves_everything_as_it_was(expected: list[
         assert status.change is None
         assert "expert server 3" in status.failures[-1].what
         assert before is not None and served.supervisor.placement is not None
-        assert served.supervisor.placement.held == before.held
+        assert served.supervisor.placement.experts_by_layer == before.experts_by_layer
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ FORMS: list[dict[str, Any] | None] = [
     {"regex": "(ab|cd|ef){12,20}"},
 ]
 
-BUDGET = ReasoningBudget(20, "<", ("</>",), (5, 6, 7, 5), inside=True)
+BUDGET = ReasoningBudget(20, "<", ("</>",), (5, 6, 7, 5), starts_inside=True)
 """Of requests without a form."""
 
 

@@ -43,10 +43,10 @@ def test_clients_are_told_of_each_suspicion_and_of_its_end(scene: Scene) -> None
     scene.directories()
     assert silent(scene, 0.8) is None and scene.directories() == []
     assert silent(scene, 1.2) is None
-    assert [directory.suspected for directory in scene.directories()] == [[1]]
+    assert [directory.suspected_servers for directory in scene.directories()] == [[1]]
     assert silent(scene, 1.4) is None and scene.directories() == [], "it is told once"
     assert silent(scene, 0.0) is None
-    assert [directory.suspected for directory in scene.directories()] == [[]]
+    assert [directory.suspected_servers for directory in scene.directories()] == [[]]
     assert scene.members.servers[1].last_seen == 100.0
 
 

@@ -20,7 +20,7 @@ from moesaic.commands.processes import as_lines
 from moesaic.config import ClusterConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.placement import Placement
 from tests.cluster.test_identity import alone, workload
 from tests.support.cluster_driver import Cluster, cluster
@@ -83,7 +83,7 @@ def hosts(tmp_path: Path) -> Path:
 
 
 def near(links: Links, client: Member) -> dict[int, bool]:
-    return {server: way.near for server, way in links.ways(client).items()}
+    return {server: way.on_one_host for server, way in links.ways(client).items()}
 
 
 def test_the_ways_of_each_worker(hosts: Path) -> None:

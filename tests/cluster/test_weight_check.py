@@ -66,7 +66,9 @@ def test_servers_that_left_are_forgotten(checked: Checked) -> None:
     """A server that comes and goes for months must not fill the memory."""
     for number in range(20):
         member = joined(number)
-        checked.check.record_holds(member, messages.Holds(1, Endpoint("tcp:x:1"), "reference", weights="w"))
+        checked.check.record_holds(
+            member, messages.HoldReply(1, Endpoint("tcp:x:1"), "reference", weights="w")
+        )
         checked.check.record_digests(member, messages.Digests(checked.right))
         checked.step()
         checked.check.tick(member, lambda: {0: [0, 1]})

@@ -14,7 +14,7 @@ from moesaic.commands import cli, hardware, hardware_report
 from moesaic.commands.options import MeasureHardware
 from moesaic.commands.plan import find_hardware
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import QUANT_METHOD
+from moesaic.core.weight_types import QUANT_METHOD
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.models.headers import Headers
 from moesaic.planning.hardware import measure

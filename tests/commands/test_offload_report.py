@@ -30,7 +30,7 @@ def made(found: WorkerPlan, speed: float, seconds: float = 2.0) -> PassStats:
     loaded = 3 * found.model.layers * away * found.model.expert * 2
     busy = {"fast": 0.1, "down": loaded / speed}
     return PassStats(
-        False, 2, 8, passes=3, rows=24, context=3 * 8 * 35, loaded=loaded, seconds=seconds, busy=busy
+        False, 2, 8, passes=3, rows=24, context=3 * 8 * 35, loaded_bytes=loaded, seconds=seconds, busy=busy
     )
 
 
@@ -72,6 +72,6 @@ def test_a_table_with_both_predictions(found: WorkerPlan) -> None:
 
 
 def test_what_loaded_nothing_has_no_other_prediction(found: WorkerPlan) -> None:
-    [phase] = measure_phases(found, [replace(made(found, 1.0), loaded=0, busy={"fast": 1.0})])
+    [phase] = measure_phases(found, [replace(made(found, 1.0), loaded_bytes=0, busy={"fast": 1.0})])
     assert phase.link_bandwidth is None and phase.predicted_at_link_seconds == phase.predicted_seconds
     assert phase.as_json()["link_bytes_per_s"] is None

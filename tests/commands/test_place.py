@@ -48,7 +48,7 @@ def profile(requests: int = 100, hidden: int = 16) -> Profile:
         np.full(requests, NO_TOPIC, dtype=np.int16),
         experts,
     )
-    return replace(Profile.of_routes("moe-5b1e", V, E, LAYERS, routes), hidden=hidden)
+    return replace(Profile.from_routes("moe-5b1e", V, E, LAYERS, routes), hidden=hidden)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,9 @@ def test_a_placement_and_its_tables(file: Path, tmp_path: Path, capsys: pytest.C
     found = answer(capsys, file, "--ranks", 4, "-o", path)
     placement = Placement.read(str(path), 4)
     placement.check("moe-5b1e", LAYERS, E)
-    assert all(len(experts) == E // 4 for layer in LAYERS for experts in placement.held[layer].values())
+    assert all(
+        len(experts) == E // 4 for layer in LAYERS for experts in placement.experts_by_layer[layer].values()
+    )
     tables = Tables.load(tmp_path / placement.tables)
     tables.check(placement, "tables")
     assert (tables.ranks, tables.vocab_size, tables.layers) == (4, V, LAYERS)
@@ -191,7 +193,7 @@ def demo_profile() -> Profile:
         experts[:, :, : routed.top_k].astype(np.int16),
     )
     vocab = routed.vocab_size
-    return Profile.of_routes(routed.model, vocab, routed.num_experts, routed.layers, routes)
+    return Profile.from_routes(routed.model, vocab, routed.num_experts, routed.layers, routes)
 
 
 def test_unseen_tokens_of_a_live_recording_take_the_nearest_known_one(
@@ -204,7 +206,7 @@ def test_unseen_tokens_of_a_live_recording_take_the_nearest_known_one(
     assert cli.main(["place", *map(str, (file, *words))]) == 0
     assert "--model MODEL finds their nearest known ids" in capsys.readouterr().out
     without = Tables.load(tmp_path / "p.tables.npz")
-    unseen = np.setdiff1d(np.arange(made.vocab_size), made.counts[0].known)
+    unseen = np.setdiff1d(np.arange(made.vocab_size), made.counts[0].known_tokens)
     assert (without.scores[unseen] == without.scores[0]).all(), "an average token's"
     assert answer(capsys, file, *words, "--model", "demo")["nearest_known"]
     found = Tables.load(tmp_path / "p.tables.npz")
@@ -271,7 +273,7 @@ def test_what_is_refused(file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     said = refused(capsys, file, "--ranks", 2, *to)
     assert "requests with recorded routes: got 1" in said and "raise --max-memory" in said
     made = profile()
-    replace(made, routes=made.routes.of([])).save(file)
+    replace(made, routes=made.routes.select([])).save(file)
     assert "requests with recorded routes: got 0" in refused(capsys, file, "--ranks", 2, *to)
     profile(requests=0).save(file)
     assert "counts no tokens" in refused(capsys, file, "--ranks", 2, *to)

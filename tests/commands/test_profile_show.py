@@ -34,11 +34,11 @@ def profile(requests: int = 12) -> Profile:
         (np.arange(requests) % 3 + NO_TOPIC).astype(np.int16),
         experts[:, :, ::-1][:, :, :K].astype(np.int16),
     )
-    return Profile.of_routes("moe-5b1e", 50, E, range(1, LAYERS + 1), routes, ("code", "<prose> & verse"))
+    return Profile.from_routes("moe-5b1e", 50, E, range(1, LAYERS + 1), routes, ("code", "<prose> & verse"))
 
 
 def without_routes(made: Profile) -> Profile:
-    return replace(made, routes=made.routes.of([]))
+    return replace(made, routes=made.routes.select([]))
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_an_infinite_skew_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[
         np.full(2, NO_TOPIC, dtype=np.int16),
         np.array([[[0, 1]], [[1, 0]]], dtype=np.int16),
     )
-    Profile.of_routes("moe", 1, E, [0], routes).save(tmp_path / "p.npz")
+    Profile.from_routes("moe", 1, E, [0], routes).save(tmp_path / "p.npz")
     assert show(ShowProfile(tmp_path / "p.npz"), as_json=True) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["layers"][0]["max_over_median"] is None
@@ -167,7 +167,7 @@ def test_settings_that_are_wrong(file: Path, tmp_path: Path) -> None:
 
 def test_a_profile_of_nothing(tmp_path: Path) -> None:
     routes = without_routes(profile()).routes
-    Profile.of_routes("moe", 50, E, range(LAYERS), routes).save(tmp_path / "p.npz")
+    Profile.from_routes("moe", 50, E, range(LAYERS), routes).save(tmp_path / "p.npz")
     with pytest.raises(ConfigError, match="counts no tokens"):
         show(ShowProfile(tmp_path / "p.npz"))
 

@@ -28,12 +28,12 @@ def test_worked_example() -> None:
     assert placement.servers == (0, 7)
     assert placement.holders(0, 2) == (0, 7) and placement.holders(1, 2) == (7,)
     assert placement.experts_of(7, 0) == (2, 3) and placement.experts_of(3, 0) == ()
-    assert placement.of(0) == {0: (0, 1, 2), 1: (0, 1)} and placement.of(3) == {}
+    assert placement.server_experts(0) == {0: (0, 1, 2), 1: (0, 1)} and placement.server_experts(3) == {}
     assert placement.replicas(0).tolist() == [1, 1, 2, 1]
     assert placement.table(0).tolist() == [[0, -1], [0, -1], [0, 7], [7, -1]]
     assert placement.table(1).tolist() == [[0], [0], [7], [7]]
-    assert placement.complete
-    assert placement.orphans(without={7}) == [(0, 3), (1, 2), (1, 3)]
+    assert placement.is_complete
+    assert placement.orphans(excluded_servers={7}) == [(0, 3), (1, 2), (1, 3)]
 
 
 def test_tables_are_made_once_and_cannot_be_written() -> None:
@@ -45,7 +45,7 @@ def test_tables_are_made_once_and_cannot_be_written() -> None:
 
 def test_experts_without_a_holder() -> None:
     placement = Placement(0, 3, {2: {9: [1]}, 5: {}})
-    assert not placement.complete
+    assert not placement.is_complete
     assert placement.layers == (2, 5) and placement.servers == (9,)
     assert placement.orphans() == [(2, 0), (2, 2), (5, 0), (5, 1), (5, 2)]
     assert placement.holders(2, 0) == () and placement.holders(2, 1) == (9,)
@@ -57,19 +57,19 @@ def test_order_and_empty_servers_make_no_difference() -> None:
     one = Placement(1, 4, {1: {7: [3, 2], 0: [1, 0]}, 0: {0: (2, 0, 1, 3), 5: ()}})
     other = Placement(1, 4, {0: {0: [0, 1, 2, 3]}, 1: {0: [0, 1], 7: [2, 3]}})
     assert one == other and hash(one) == hash(other) and one.to_json() == other.to_json()
-    assert one.layers == (0, 1) and list(one.held[1]) == [0, 7]
+    assert one.layers == (0, 1) and list(one.experts_by_layer[1]) == [0, 7]
     assert type(one.experts_of(0, 1)[0]) is int
 
 
 def test_stages_worked_example() -> None:
     """Three layers over two stages: two servers share layers 0 and 1, the third holds all of layer 2."""
-    placement = Placement.staged([0, 1, 2], 4, [(0, 1), (2,)])
-    assert placement.held == {
+    placement = Placement.from_stages([0, 1, 2], 4, [(0, 1), (2,)])
+    assert placement.experts_by_layer == {
         0: {0: (0, 1), 1: (2, 3)},
         1: {0: (0, 1), 1: (2, 3)},
         2: {2: (0, 1, 2, 3)},
     }
-    assert placement.complete and placement.of(2) == {2: (0, 1, 2, 3)}
+    assert placement.is_complete and placement.server_experts(2) == {2: (0, 1, 2, 3)}
 
 
 @given(
@@ -81,12 +81,14 @@ def test_stages_hold_every_expert_once(layers: list[int], num_experts: int, size
     sizes = sizes[: len(layers)]
     ends = np.cumsum([0, *sizes]).tolist()
     groups = [range(10 + one, 10 + other) for one, other in pairwise(ends)]
-    placement = Placement.staged(layers, num_experts, groups)
+    placement = Placement.from_stages(layers, num_experts, groups)
     assert placement.layers == tuple(sorted(layers))
     stage_layers = [0] * len(groups)
     for layer in layers:
         assert placement.replicas(layer).tolist() == [1] * num_experts
-        (stage,) = {i for i, group in enumerate(groups) if set(placement.held[layer]) <= set(group)}
+        (stage,) = {
+            i for i, group in enumerate(groups) if set(placement.experts_by_layer[layer]) <= set(group)
+        }
         stage_layers[stage] += 1
         counts = [len(placement.experts_of(server, layer)) for server in groups[stage]]
         assert max(counts) - min(counts) <= 1
@@ -96,12 +98,12 @@ def test_stages_hold_every_expert_once(layers: list[int], num_experts: int, size
 @pytest.mark.parametrize("groups", [[], [(0,), (1,), (2,)], [(0,), ()]])
 def test_a_stage_has_a_layer_and_a_server(groups: list[tuple[int, ...]]) -> None:
     with pytest.raises(ConfigError, match="^groups: got .*; allowed: 1 to 2 groups of 1 server or more"):
-        Placement.staged([0, 1], 4, groups)
+        Placement.from_stages([0, 1], 4, groups)
 
 
 def test_a_server_is_in_one_stage() -> None:
     with pytest.raises(ConfigError, match="^groups: got .*; allowed: each server once"):
-        Placement.staged([0, 1], 4, [(0, 1), (1,)])
+        Placement.from_stages([0, 1], 4, [(0, 1), (1,)])
 
 
 # ---- the file
@@ -122,7 +124,7 @@ def test_a_server_is_in_one_stage() -> None:
 )
 def test_what_is_written_is_read(placement: Placement) -> None:
     again = Placement.from_json(placement.to_json())
-    assert again == placement and again.held == placement.held
+    assert again == placement and again.experts_by_layer == placement.experts_by_layer
 
 
 def test_the_file_has_a_line_for_each_layer() -> None:
@@ -205,12 +207,12 @@ def test_a_file_for_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="^--placement: layers: got 'no layer 2'; .* MoE layers, 0-2"):
         placement.check(name, (0, 1, 2), 4)
     with pytest.raises(ConfigError, match="^--placement: layer 1, expert 0: got 0; "):
-        dataclasses.replace(placement, held={0: {0: range(4)}, 1: {}}).check(name, (0, 1), 4)
+        dataclasses.replace(placement, experts_by_layer={0: {0: range(4)}, 1: {}}).check(name, (0, 1), 4)
 
 
 @pytest.mark.parametrize("groups", [[(0, 1, 2)], [(0, 1), (2,)]], ids=["every layer", "staged"])
 def test_a_file_is_for_as_many_servers_as_are_served(tmp_path: Path, groups: list[tuple[int, ...]]) -> None:
-    made = Placement.staged([0, 1], 4, groups, "moe-x")
+    made = Placement.from_stages([0, 1], 4, groups, "moe-x")
     file = tmp_path / "p.json"
     file.write_text(made.to_json())
     assert Placement.read(str(file), 3) == made

@@ -42,7 +42,7 @@ def profile_of(seed: int = 0, requests: int = 7, layers: int = 3, nearest: bool 
         rng.random((tokens, layers, 6)).argsort(axis=2)[:, :, :2].astype(np.int16),
     )
     near = rng.integers(20, size=20).astype(np.int32) if nearest else None
-    return Profile.of_routes("m", 20, 6, [1, 2, 5][:layers], routes, ("law", "poetry"), near)
+    return Profile.from_routes("m", 20, 6, [1, 2, 5][:layers], routes, ("law", "poetry"), near)
 
 
 def same_arrays(one: Any, other: Any) -> bool:
@@ -70,10 +70,10 @@ def same(one: Profile, other: Profile) -> bool:
 
 
 def test_counts_worked_example() -> None:
-    found = Counts.of(np.array([5, 5]), np.array([[1, 0], [1, 2]]), 7, 3)
+    found = Counts.from_pairs(np.array([5, 5]), np.array([[1, 0], [1, 2]]), 7, 3)
     assert found.starts.tolist() == [0, 0, 0, 0, 0, 0, 3, 3]
     assert found.experts.tolist() == [0, 1, 2] and found.counts.tolist() == [1, 2, 1]
-    assert found.tokens.tolist() == [5, 5, 5] and found.known.tolist() == [5]
+    assert found.tokens.tolist() == [5, 5, 5] and found.known_tokens.tolist() == [5]
     assert found.loads(4).tolist() == [1, 2, 1, 0]
 
 
@@ -85,7 +85,7 @@ def test_counts_count(seed: int, size: int) -> None:
     for token, row in zip(tokens, experts, strict=True):
         for expert in row:
             expected[token, expert] += 1
-    found = Counts.of(tokens, experts, 6, 4)
+    found = Counts.from_pairs(tokens, experts, 6, 4)
     assert (dense(found, 4) == expected).all()
     assert found.counts.size == 0 or found.counts.min() >= 1
     assert found.loads(4).tolist() == expected.sum(axis=0).tolist()
@@ -107,7 +107,7 @@ def test_counts_add(seed: int, first: int, second: int) -> None:
 
 def test_counts_of_halves_add_up_to_the_whole() -> None:
     profile = profile_of(requests=20)
-    one, other = (profile.of(half) for half in profile.routes.split(0.3, seed=1))
+    one, other = (profile.with_routes(half) for half in profile.routes.split(0.3, seed=1))
     for whole, first, second in zip(profile.counts, one.counts, other.counts, strict=True):
         assert same_arrays(whole, first + second)
     assert (profile.transitions == one.transitions + other.transitions).all()
@@ -124,7 +124,7 @@ def test_adjacent_layers_worked_example() -> None:
 
 def test_some_requests_in_the_order_given() -> None:
     routes = profile_of(requests=6).routes
-    chosen = routes.of([4, 0])
+    chosen = routes.select([4, 0])
     for place, request in enumerate([4, 0]):
         mine, given_rows = (
             slice(*chosen.starts[place : place + 2]),
@@ -134,7 +134,7 @@ def test_some_requests_in_the_order_given() -> None:
         assert chosen.experts[mine].tolist() == routes.experts[given_rows].tolist()
         assert chosen.prompts[place] == routes.prompts[request]
         assert chosen.topics[place] == routes.topics[request]
-    assert chosen.requests == 2 and routes.of([]).requests == 0
+    assert chosen.requests == 2 and routes.select([]).requests == 0
 
 
 def test_owners() -> None:
@@ -193,7 +193,7 @@ def test_what_is_written_is_read(tmp_path: Path, layers: int, requests: int, nea
 def test_a_profile_without_routes_keeps_its_counts(tmp_path: Path) -> None:
     """A recorder without memory for a sample writes such a profile."""
     profile = profile_of()
-    bare = replace(profile, routes=profile.routes.of([]), topics=())
+    bare = replace(profile, routes=profile.routes.select([]), topics=())
     bare.save(tmp_path / "p")
     assert same(Profile.load(tmp_path / "p"), bare)
 

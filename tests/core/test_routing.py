@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from moesaic.core.profile import NO_TOPIC
-from moesaic.core.routing import Assembly, RoutedModel, Rows, draw, ending, joined
+from moesaic.core.routing import Assembly, RoutedModel, Rows, draw, ending, join_routes
 
 MODEL = RoutedModel("moe-x", 100, 9, 2, (1, 3))
 
@@ -74,9 +74,9 @@ def test_the_longest_are_given_up_when_too_much_is_open() -> None:
     assembly.add(rows(0, 0, 1, 2, 3, 4, 5))
     assembly.add(rows(1, 0))
     assembly.add(rows(2, 0, 1))
-    assert assembly.full
+    assert assembly.is_full
     assert assembly.take()[1].requests == 0
-    assert (assembly.full, assembly.given_up) == (False, 1)
+    assert (assembly.is_full, assembly.num_discarded) == (False, 1)
     assembly.add(rows(0, 6))  # nobody wants these any more
     for request, prompt in ((0, 6), (1, 1), (2, 2)):
         assembly.add(ending(MODEL, request, prompt))
@@ -93,7 +93,7 @@ def test_routes_one_after_another() -> None:
         assembly.add(rows(request, 0, 1, expert=request))
         assembly.add(ending(MODEL, request, 2))
     _, both = assembly.take()
-    again = joined(MODEL, [both.of([0]), both.of([1])])
+    again = join_routes(MODEL, [both.select([0]), both.select([1])])
     assert again.starts.tolist() == both.starts.tolist() == [0, 2, 4]
     assert (again.experts == both.experts).all() and (again.tokens == both.tokens).all()
-    assert joined(MODEL, []).requests == 0
+    assert join_routes(MODEL, []).requests == 0

@@ -27,9 +27,9 @@ MTP = {"method": "mtp", "num_speculative_tokens": 1}
     ],
 )
 def test_lengths_have_the_defaults_of_vllm(given: dict[str, int], lookup: tuple[int, int]) -> None:
-    config = SpeculativeConfig.of(GOOD | given)
+    config = SpeculativeConfig.parse(GOOD | given)
     assert config.lookup == lookup
-    assert SpeculativeConfig.of(config.to_json()) == config
+    assert SpeculativeConfig.parse(config.to_json()) == config
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_lengths_have_the_defaults_of_vllm(given: dict[str, int], lookup: tuple[
 )
 def test_wrong_settings_get_one_line(given: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        SpeculativeConfig.of(given)
+        SpeculativeConfig.parse(given)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_what_it_does_not_go_with() -> None:
-    given = SpeculativeConfig.of(GOOD).to_json()
+    given = SpeculativeConfig.parse(GOOD).to_json()
     worker = {"model": ModelConfig("m"), "scheduler": SchedulerConfig(speculative_config=given)}
     with pytest.raises(
         ConfigError, match=r"--speculative-config: got .*; allowed: nothing with --record-routing"
@@ -82,13 +82,13 @@ def test_what_it_does_not_go_with() -> None:
 
 
 def test_older_names_of_mtp() -> None:
-    wanted = SpeculativeConfig.of(MTP)
+    wanted = SpeculativeConfig.parse(MTP)
     for name in ("deepseek_mtp", "glm4_moe_mtp"):
-        assert SpeculativeConfig.of(MTP | {"method": name}) == wanted
+        assert SpeculativeConfig.parse(MTP | {"method": name}) == wanted
 
 
 def test_mtp_goes_with_servers_and_ranks_but_not_with_routes_or_a_small_memory() -> None:
-    scheduler = SchedulerConfig(speculative_config=SpeculativeConfig.of(MTP).to_json())
+    scheduler = SchedulerConfig(speculative_config=SpeculativeConfig.parse(MTP).to_json())
     worker = {"model": ModelConfig("m"), "scheduler": scheduler}
     WorkerConfig(**worker, remote_experts=True, parallel=ParallelConfig(tensor_parallel_size=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="allowed: nothing with --record-routing"):

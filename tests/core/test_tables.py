@@ -81,8 +81,8 @@ def test_placement_fits() -> None:
 @pytest.mark.parametrize(
     ("placement", "words"),
     [
-        (Placement(0, 2, PLACEMENT.held, "toy-2"), "t.npz: model: got 'toy-1'; .*'toy-2'"),
-        (Placement(0, 3, PLACEMENT.held, "toy-1"), "t.npz: experts: got 2; .*3"),
+        (Placement(0, 2, PLACEMENT.experts_by_layer, "toy-2"), "t.npz: model: got 'toy-1'; .*'toy-2'"),
+        (Placement(0, 3, PLACEMENT.experts_by_layer, "toy-1"), "t.npz: experts: got 2; .*3"),
         (
             Placement(0, 2, {1: {0: [0], 1: [1]}, 2: {0: [0], 1: [1]}}, "toy-1"),
             "rank of expert 0 in layer 2: got 1; allowed: the placement's, 0$",
@@ -174,9 +174,9 @@ def test_tables_of_another_number_of_ranks(tmp_path: Path) -> None:
     file = tmp_path / "p.json"
     file.write_text(replace(PLACEMENT, tables="t.npz").to_json())
     with pytest.raises(ConfigError, match=r"t\.npz: ranks: got 3; allowed: as many as are served, 2$"):
-        Tables.beside(str(file), Placement.read(str(file), 2))
+        Tables.load_for(str(file), Placement.read(str(file), 2))
     made.save(tmp_path / "t.npz")
-    assert Tables.beside(str(file), Placement.read(str(file), 2)) is not None
+    assert Tables.load_for(str(file), Placement.read(str(file), 2)) is not None
 
 
 def test_half_a_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.core import tally
 from moesaic.core.profile import Counts, Profile, Routes
-from moesaic.core.routing import RoutedModel, draw, joined
+from moesaic.core.routing import RoutedModel, draw, join_routes
 from moesaic.core.tally import Tally
 
 MODEL = RoutedModel("moe-x", 50, 8, 2, (1, 2, 4))
@@ -41,14 +41,14 @@ def same_counts(one: tuple[Counts, ...], other: tuple[Counts, ...]) -> bool:
 def test_with_room_for_all_it_is_the_profile_of_all_routes(
     at_once: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tally, "COUNTED_AT_ONCE", at_once)
+    monkeypatch.setattr(tally, "MIN_COUNTED_TOKENS", at_once)
     parts = [drawn(20, seed) for seed in range(5)]
     made = Tally(MODEL, 1 << 24)
     for part in parts:
         made.add(part)
-    known = made.known
+    known = made.known_tokens
     profile = made.profile(("a", "b"))
-    whole = Profile.of_routes("moe-x", 50, 8, (1, 2, 4), joined(MODEL, parts), ("a", "b"))
+    whole = Profile.from_routes("moe-x", 50, 8, (1, 2, 4), join_routes(MODEL, parts), ("a", "b"))
     assert same_counts(profile.counts, whole.counts)
     assert (profile.transitions == whole.transitions).all()
     for field in fields(Routes):
@@ -65,25 +65,25 @@ def test_past_the_memory_routes_are_a_uniform_sample_and_counts_are_of_all() -> 
     for part in parts:
         made.add(part)
     profile = made.profile()
-    whole = Profile.of_routes("moe-x", 50, 8, (1, 2, 4), joined(MODEL, parts))
+    whole = Profile.from_routes("moe-x", 50, 8, (1, 2, 4), join_routes(MODEL, parts))
     assert same_counts(profile.counts, whole.counts)
     assert 100 < profile.routes.requests < 1000
     held = sum(getattr(profile.routes, field.name).nbytes for field in fields(Routes))
     assert held < most
-    kept = [number for _, number, _ in made._kept]
+    kept = [number for _, number, _ in made._sample]
     drawn_highest = max(draw(number, 0) for number in kept)
     assert sorted(kept) == [number for number in range(1500) if draw(number, 0) <= drawn_highest]
-    whole_routes = joined(MODEL, parts)
-    assert (profile.routes.tokens == whole_routes.of(sorted(kept)).tokens).all()
+    whole_routes = join_routes(MODEL, parts)
+    assert (profile.routes.tokens == whole_routes.select(sorted(kept)).tokens).all()
     made.add(drawn(1, 99))
-    assert made.requests == 1501 and not made.full
+    assert made.requests == 1501 and not made.is_full
 
 
 def test_which_routes_stay_is_a_matter_of_the_seed_only() -> None:
     def kept(seed: int, at_once: int) -> list[int]:
         made, routes = Tally(MODEL, 30_000, seed), drawn(600, 0)
         for start in range(0, 600, at_once):
-            made.add(routes.of(range(start, start + at_once)))
+            made.add(routes.select(range(start, start + at_once)))
         tokens: list[int] = made.profile().routes.tokens.tolist()
         return tokens
 
@@ -96,7 +96,7 @@ def test_once_counts_alone_fill_the_memory_nothing_more_is_counted() -> None:
     for seed in range(10):
         made.add(drawn(50, seed))
     profile = made.profile()
-    assert made.full
+    assert made.is_full
     assert profile.routes.requests == 0
     assert 0 < made.requests < 500
     assert made.requests + made.left_out == 500

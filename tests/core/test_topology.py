@@ -11,7 +11,7 @@ import pytest
 
 from moesaic.core import topology
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 
 TEXT = """
 [links]
@@ -49,31 +49,31 @@ def test_toml_and_json_are_read_alike(tmp_path: Path) -> None:
     toml, as_json = tmp_path / "hosts.toml", tmp_path / "hosts.json"
     toml.write_text(TEXT)
     as_json.write_text(json.dumps(TABLES))
-    assert topology.read(toml) == topology.read(as_json) == topology.of_tables(TABLES, "here")
+    assert topology.read(toml) == topology.read(as_json) == topology.parse_tables(TABLES, "here")
 
 
 def test_links_between_and_inside_of_hosts() -> None:
-    found = topology.of_tables(TABLES, "here")
+    found = topology.parse_tables(TABLES, "here")
     assert found.link("a", "a") == LinkModel(1e-6 * 5.0, 20e9)
     assert found.link("a", "c") == LinkModel(1e-6 * 100.0, 1.25e9)
     assert found.link("b", "c") == found.link("c", "b") == LinkModel(1e-6 * 10, 12.5e9)
 
 
 def test_the_way_from_a_worker_to_a_server() -> None:
-    found = topology.of_tables(TABLES, "here")
-    assert found.way(2, 3).near
-    assert found.way(2, 3).link == found.inside
-    assert not found.way(2, 0).near
+    found = topology.parse_tables(TABLES, "here")
+    assert found.way(2, 3).on_one_host
+    assert found.way(2, 3).link == found.intra_host_link
+    assert not found.way(2, 0).on_one_host
     assert found.way(7, 1) == found.way(0, 1), "a worker that no host names is on the first one"
 
 
 def test_prices_are_seconds_of_a_byte() -> None:
     tables = {**TABLES, "hosts": [{"name": "a", "ranks": [0, 1]}, {"name": "b", "ranks": [2]}], "between": []}
-    found = topology.of_tables(tables, "here")
+    found = topology.parse_tables(tables, "here")
     found.check_ranks(3)
     expected = np.array([[0, 0.05, 0.8], [0.05, 0, 0.8], [0.8, 0.8, 0]]) * 1e-9
     assert np.allclose(found.prices(3), expected)
-    assert found.beside(3)
+    assert found.has_ranks(3)
     assert found.worker_places().tolist() == found.server_places(3).tolist() == [0, 0, 1]
 
 
@@ -109,7 +109,7 @@ def test_prices_are_seconds_of_a_byte() -> None:
 )
 def test_wrong_fields_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        topology.of_tables({**TABLES, **change}, "hosts.toml")
+        topology.parse_tables({**TABLES, **change}, "hosts.toml")
     assert message in str(raised.value)
     assert "--topology: hosts.toml" in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -129,17 +129,17 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_prices_of_workers_that_are_no_ranks() -> None:
     hosts = [{"name": "a", "workers": [3], "servers": [0]}, {"name": "b", "servers": [1]}]
-    found = topology.of_tables({**TABLES, "hosts": hosts, "between": []}, "here")
+    found = topology.parse_tables({**TABLES, "hosts": hosts, "between": []}, "here")
     found.check_ranks(2)
-    assert not found.beside(2)
+    assert not found.has_ranks(2)
     assert found.workers == (3,)
     assert np.allclose(found.prices(2), np.array([[0.05, 0.8]]) * 1e-9), "no server is its own"
 
 
 def test_ranks_need_a_host_each() -> None:
-    found = topology.of_tables(TABLES, "here")
+    found = topology.parse_tables(TABLES, "here")
     with pytest.raises(ConfigError, match=r"servers \(or ranks\): got \[0, .* 4\]; allowed: each of 0 to 1"):
         found.check_ranks(2)
     idle = {**TABLES, "hosts": [{"name": "a", "servers": [0]}], "between": []}
     with pytest.raises(ConfigError, match=r"workers \(or ranks\): got \[\]; allowed: 1 or more"):
-        topology.of_tables(idle, "here").check_ranks(1)
+        topology.parse_tables(idle, "here").check_ranks(1)

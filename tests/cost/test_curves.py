@@ -17,7 +17,7 @@ def test_a_gpu_reads_its_weights_for_as_long_as_it_multiplies_some_hundred_rows(
     assert found.experts.seconds(1295.2, 1) - found.experts.seconds(295.2, 1) == pytest.approx(
         1000 * 2 * 176e6 / 989e12, rel=1e-3
     )
-    assert not found.shared and not Decisions(found, 8, 2).alone(64, Load(128, 128))
+    assert not found.shares_cores and not Decisions(found, 8, 2).runs_alone(64, Load(128, 128))
 
 
 def test_devices_are_known_by_the_words_of_their_names() -> None:

@@ -71,7 +71,7 @@ def profile(lengths: list[int], seed: int = 0) -> Profile:
     none = np.full(count, -1, np.int16)
     tokens = np.zeros(starts[-1], np.int32)
     routes = Routes(tokens, starts, np.array(lengths, np.int64), none, experts)
-    return Profile.of_routes("tiny", 100, 8, (0, 1), routes)
+    return Profile.from_routes("tiny", 100, 8, (0, 1), routes)
 
 
 def test_a_profile_tells_by_its_requests_last_tokens() -> None:

@@ -12,7 +12,7 @@ import pytest
 from moesaic.core.curves import Curve
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import PaceStats
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.core.tokens import IntArray
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.pacing import Pace, PacedBackend, PacedCaller

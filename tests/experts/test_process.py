@@ -22,11 +22,11 @@ from moesaic.experts.process import _policy, _scheduler, _start_rule
 from moesaic.models import files
 from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, FirstLayerFirst
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, WhileSmall
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, WaitForSmallCalls
 from moesaic.policy.scheduling.schedulers.server_setup import (
     BARRIER_SECONDS,
-    EVERYBODY,
     LONGEST_WAIT,
+    UNREACHABLE_PAIRS,
     WAITED_RUNS,
 )
 from moesaic.transport.stream import StreamConnection, stream_pair
@@ -44,15 +44,17 @@ def config(**settings: Any) -> ExpertServerConfig:
 
 @pytest.mark.parametrize("schedule", ["lockstep", "async"])
 def test_a_run_begins_as_it_is_told_or_as_it_is_worth(schedule: str) -> None:
-    assert _start_rule(config(schedule=schedule), CPU, 4) == WhileSmall(24, LONGEST_WAIT, WAITED_RUNS)
+    assert _start_rule(config(schedule=schedule), CPU, 4) == WaitForSmallCalls(24, LONGEST_WAIT, WAITED_RUNS)
     waiting = QueueConfig(expert_batch_pairs=24, expert_batch_wait=2.5)
-    assert _start_rule(config(schedule=schedule, queues=waiting), CPU, 4) == Enough(pairs=24, wait=0.0025)
+    assert _start_rule(config(schedule=schedule, queues=waiting), CPU, 4) == EnoughPairs(
+        pairs=24, wait=0.0025
+    )
     at_once = QueueConfig(expert_batch_pairs=1)
-    assert _start_rule(config(schedule=schedule, queues=at_once), CPU, 4) == Enough(pairs=1, wait=0.0)
+    assert _start_rule(config(schedule=schedule, queues=at_once), CPU, 4) == EnoughPairs(pairs=1, wait=0.0)
 
 
 def test_at_a_barrier_it_waits_for_everybody() -> None:
-    assert _start_rule(config(schedule="barrier"), CPU, 4) == Enough(EVERYBODY, BARRIER_SECONDS)
+    assert _start_rule(config(schedule="barrier"), CPU, 4) == EnoughPairs(UNREACHABLE_PAIRS, BARRIER_SECONDS)
 
 
 def test_a_server_decides_by_the_curves_of_its_file(tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_a_server_decides_by_the_curves_of_its_file(tmp_path: Path) -> None:
         ({"schedule": "lockstep", "policy_file": papers}, 0, 1),
     ):
         made = _scheduler(config(**settings), backend, first)
-        assert made._rule == WhileSmall(pairs, LONGEST_WAIT, WAITED_RUNS)
+        assert made._rule == WaitForSmallCalls(pairs, LONGEST_WAIT, WAITED_RUNS)
         assert made._shape == (2, groups)
 
 

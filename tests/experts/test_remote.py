@@ -29,7 +29,7 @@ from moesaic.experts.server import ExpertServer
 from moesaic.kernels.reference.experts import put
 from moesaic.policy.fleet.replicas import Replicas, ReplicaTimeout
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler
 from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.sockets import StreamAnswerer
@@ -104,7 +104,7 @@ class Cluster:
                 LAYOUT,
                 self.experts[number],
                 Listener(f"unix:{folder}/{number}", SECRET),
-                ExpertServerScheduler(LAYOUT.layers, MostTokensFirst(), Enough()),
+                ExpertServerScheduler(LAYOUT.layers, MostTokensFirst(), EnoughPairs()),
                 time.monotonic,
             )
             for number in range(2)

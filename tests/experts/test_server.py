@@ -22,7 +22,7 @@ from moesaic.experts.torch_backend import TorchBackend
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler, StartRule
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler, StartRule
 from moesaic.transport.calls import Call, Caller
 from moesaic.transport.listening import Listener, connect
 
@@ -150,7 +150,7 @@ def serve(path: Path, layout: ExpertLayout, tmp_path: Path) -> Iterator[Serve]:
             arithmetic = plain.NativeBackend(path, layout, "auto", 1)
         arithmetic.load({0: range(EXPERTS), 2: range(EXPERTS)} if held is None else held)
         listener = Listener(f"unix:{tmp_path}/server", SECRET)
-        service = ExpertServerScheduler(layout.layers, MostTokensFirst(), rule or Enough(), groups)
+        service = ExpertServerScheduler(layout.layers, MostTokensFirst(), rule or EnoughPairs(), groups)
         places.append(Place(layout, arithmetic, listener, service))
         return places[-1]
 
@@ -207,7 +207,7 @@ def test_the_rows_of_a_direct_call(serve: Serve, path: Path, layout: ExpertLayou
 
 def test_several_clients_in_one_run(serve: Serve, path: Path, layout: ExpertLayout) -> None:
     """Enough is when both are there: one run, in which each expert's weights are read once."""
-    place = serve(rule=Enough(pairs=100, wait=1e9))
+    place = serve(rule=EnoughPairs(pairs=100, wait=1e9))
     one, other = place.join(), place.join()
     hidden = noise(2, layout.hidden)
     first = one.ask(0, hidden, [1, 2], [0, 1])
@@ -224,7 +224,7 @@ def test_several_clients_in_one_run(serve: Serve, path: Path, layout: ExpertLayo
 
 def test_a_run_waits_for_the_clients_that_are_in_a_step(serve: Serve, layout: ExpertLayout) -> None:
     """Not for one that stands at the gate, which every client must reach before it opens."""
-    place = serve(rule=Enough(pairs=100, wait=1e9))
+    place = serve(rule=EnoughPairs(pairs=100, wait=1e9))
     one, other = place.join(), place.join()
     hidden = noise(1, layout.hidden)
     outside = other.arrive(layout.hidden, work=False)
@@ -297,7 +297,7 @@ def test_stats(serve: Serve, layout: ExpertLayout) -> None:
 
 
 def test_a_client_that_dies_with_calls_waiting(serve: Serve, layout: ExpertLayout) -> None:
-    place = serve(rule=Enough(pairs=100, wait=1e9))
+    place = serve(rule=EnoughPairs(pairs=100, wait=1e9))
     one, other = place.join(), place.join()
     hidden = noise(2, layout.hidden)
     one.ask(0, hidden, [1, 2], [0, 1])
@@ -328,7 +328,7 @@ def test_an_expert_that_is_not_held_drops_its_client_alone(
     serve: Serve, path: Path, layout: ExpertLayout, native: bool
 ) -> None:
     """Both clients' pairs are in one run; the one whose placement is right gets its answer."""
-    place = serve({0: [0, 1]}, rule=Enough(pairs=4, wait=1e9), native=native)
+    place = serve({0: [0, 1]}, rule=EnoughPairs(pairs=4, wait=1e9), native=native)
     wrong, right = place.join(), place.join()
     hidden = noise(2, layout.hidden)
     wrong.ask(0, hidden, [1, 3], [0, 1])

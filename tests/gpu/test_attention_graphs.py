@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
 @pytest.fixture(autouse=True)
 def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted then depends on no clock."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def ranks(nccl: bool, size: int) -> Iterator[list[GraphPeers]]:
     try:
         with (
             np.errstate(all="ignore"), sanitized(), graphs(),
-            mock.patch.object(build_rank, "connect", connect),
+            mock.patch.object(build_rank, "connect_rows", connect),
             mock.patch.object(build_rank, "RankLauncher", launcher),
         ):  # fmt: skip
             yield ends

@@ -21,7 +21,7 @@ from tests.support.triton_kernels import EXACT, INTERPRETED, ROUNDED
 from moesaic import LLM, SamplingParams
 from moesaic.config import ExpertServerConfig
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import is_packed
+from moesaic.core.weight_types import is_packed
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.torch_backend import TorchBackend
 from moesaic.runtime.model_loading import read_expert_layout

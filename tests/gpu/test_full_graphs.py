@@ -248,7 +248,7 @@ def test_the_layer_that_drafts_tokens_is_one_graph_too(
     tmp_path: Path, replays: Replays, lost: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps and drafts take turns. lost: the graph in which a server is killed."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
     path, drafts = prediction.save("glm4_moe", tmp_path / "glm", strength=0.02), MTP
     layout = read_expert_layout(config(path, "cpu").model, predicting=True)
     prompts = [tiny_models.prompt(length, prediction.VOCAB, seed=length) for length in (2, 3)]

@@ -114,8 +114,8 @@ STATELESS = {"deepseek-full"}
 class Erring(Oracle):
     """Every fourth token of a sequence is drafted wrong, all others right."""
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
-        drafted = super().propose(tokens, most)
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
+        drafted = super().propose(tokens, max_tokens)
         return [token ^ (at % 4 == 0) for at, token in enumerate(drafted, len(tokens))]
 
 

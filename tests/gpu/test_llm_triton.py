@@ -18,7 +18,7 @@ from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic import LLM, SamplingParams
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.weights import ExpertWeights
@@ -87,7 +87,7 @@ def test_quantised_weights_stay_as_they_are_stored(tmp_path: Path, form: str) ->
         patch.setitem(operations.OPERATIONS, "experts", seen)
         found = tokens(path, PROMPTS[:2], kernels="triton", device=DEVICE)
     assert found == tokens(plain, PROMPTS[:2], kernels="reference", device="cpu")
-    assert all(kind in QUANTIZED for pair in kinds for kind in pair) and kinds
+    assert all(kind in QUANTIZATIONS for pair in kinds for kind in pair) and kinds
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has the Triton kernels")

@@ -54,9 +54,11 @@ POLICIES = {
     "the CPU attends, serial": replace(CPU, schedule="serial", fast_residual=False),
     "the CPU attends, on demand": replace(CPU, schedule="on-demand"),
     "the CPU attends, in place": replace(CPU, schedule="in-place"),
-    "the cache stays, padded": replace(STAYS, padded=PADDED, prefill_rows=2 * PADDED),
-    "the cache moves, padded": replace(BESIDE, padded=PADDED, prefill_rows=PADDED, static_experts=1),
-    "the CPU attends, padded": replace(CPU, padded=PADDED, prefill_rows=PADDED),
+    "the cache stays, padded": replace(STAYS, padded_prompt_len=PADDED, prefill_rows=2 * PADDED),
+    "the cache moves, padded": replace(
+        BESIDE, padded_prompt_len=PADDED, prefill_rows=PADDED, static_experts=1
+    ),
+    "the CPU attends, padded": replace(CPU, padded_prompt_len=PADDED, prefill_rows=PADDED),
     "the cache stays, hot experts": replace(
         STAYS, schedule="on-demand", static_experts=3, likely_experts=1, hot=True
     ),

@@ -92,7 +92,7 @@ def answers(folder: Path, kernels: str, offload: Offload | None = None) -> list[
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     found = [one.outputs[0].token_ids for one in model.generate(prompts, params)]
     if offload is not None:
-        assert sum(one.loaded for one in model.stats().experts.passes) > 0
+        assert sum(one.loaded_bytes for one in model.stats().experts.passes) > 0
     return found
 
 

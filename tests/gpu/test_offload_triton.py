@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_model_in_memory(
     assert tables and set(tables) == {paged}, "each product reads the page table, where there is one"
     if policy == "split":
         steps = [one for one in model.stats().experts.passes if not one.prefill]
-        assert steps and all(one.busy["slow"] > 0 and one.loaded > 0 for one in steps)
+        assert steps and all(one.busy["slow"] > 0 and one.loaded_bytes > 0 for one in steps)
     if POLICIES[policy].hot:
         residency = model.stats().experts.residency
         assert residency.exchanges > 0 and residency.hits > 0

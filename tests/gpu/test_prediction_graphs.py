@@ -41,7 +41,7 @@ COUNTS = (7, 3, 7)
 @pytest.fixture(autouse=True)
 def prices_of_the_prior(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drafted then depends on no clock."""
-    monkeypatch.setattr(StepPrices, "measured", lambda self, rows, seconds: None)
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
 
 
 @pytest.fixture

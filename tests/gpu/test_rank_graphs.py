@@ -79,7 +79,7 @@ def ranks(path: Path, nccl: bool, size: int = 2, **settings: Any) -> Iterator[tu
     ends, connect, within = ranks_in_threads(nccl, size)
     asked = {"max_model_len": 64, "kv_cache_memory": "16MiB", "kernels": "triton", "device": "cuda"}
     with (
-        np.errstate(all="ignore"), sanitized(), graphs(), mock.patch.object(build_rank, "connect", connect),
+        np.errstate(all="ignore"), sanitized(), graphs(), mock.patch.object(build_rank, "connect_rows", connect),
         group_of_threads(str(path), within, tensor_parallel_size=size, **asked, **settings) as (llm, _, _),
     ):  # fmt: skip
         yield llm, ends
@@ -231,7 +231,7 @@ def test_a_layer_that_drafts_is_replayed_after_a_replay(form: str, nccl: bool, t
     wanted = alone(path)
     drafts = {"method": "mtp", "num_speculative_tokens": 1}
     with (
-        mock.patch.object(StepPrices, "measured"),
+        mock.patch.object(StepPrices, "record_duration"),
         steps() as seen,
         ranks(path, nccl, moe_collectives=form, speculative_config=drafts) as (llm, _),
     ):
@@ -247,7 +247,7 @@ def test_ranks_that_page_their_experts(form: str, tmp_path: Path) -> None:
     wanted, offload = alone(path), replace(test_offload.STAYS, static_experts=1)
     with steps() as seen, ranks(path, False, moe_collectives=form, offload=offload) as (llm, _):
         assert answers(llm) == wanted
-        assert any(one.loaded for one in llm.stats().experts.passes)
+        assert any(one.loaded_bytes for one in llm.stats().experts.passes)
     assert not seen.recorded
 
 

@@ -75,7 +75,7 @@ def on_device(ranks: int, host: bool = False) -> Iterator[None]:
     def connect(config: WorkerConfig, group: Group) -> RowCollectives:
         return HostRows(group) if host else DeviceRows(group, ends[group.rank])
 
-    with mock.patch.object(build_rank, "connect", connect):
+    with mock.patch.object(build_rank, "connect_rows", connect):
         yield
 
 

@@ -16,13 +16,13 @@ from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
 
 torch.set_num_threads(1)
-GPT_OSS = Activation(alpha=1.702, added=1.0, limit=0.7)
+GPT_OSS = Activation(alpha=1.702, up_offset=1.0, limit=0.7)
 """Its limit is low, so that some products are beyond it."""
 ACTIVATIONS = {
     "gpt-oss": GPT_OSS,
     "silu": SILU,
     "alpha": Activation(alpha=1.702),
-    "added": Activation(added=1.0),
+    "added": Activation(up_offset=1.0),
     "limit": Activation(limit=0.7),
 }
 PARTS = tuple(kind for kind in ACTIVATIONS if kind != "gpt-oss")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
+from moesaic.core.weight_types import BLOCK, COMPRESSED_DTYPE, GROUP, GROUP_BYTES, HEAD, row_bytes
 from moesaic.kernels.compressed_layout import (
     MOST_STRANGE,
     STRANGE,
@@ -64,7 +64,7 @@ def read(row: Bytes, columns: int) -> tuple[list[int], set[int]]:
     row."""
     bits, codes = [], set()
     for number in range(columns):
-        head = row[number // BLOCK * row_bytes(COMPRESSED, BLOCK) :]
+        head = row[number // BLOCK * row_bytes(COMPRESSED_DTYPE, BLOCK) :]
         place = number % BLOCK
         group = head[HEAD + place // GROUP * GROUP_BYTES :]
         half, other = divmod(place % GROUP, GROUP // 2)
@@ -84,7 +84,7 @@ def read(row: Bytes, columns: int) -> tuple[list[int], set[int]]:
 def test_every_bit_comes_back(seed: int, rows: int, columns: int) -> None:
     bits = matrix(np.random.default_rng(seed), rows, columns)
     stored = compress(bits)
-    assert stored.shape == (rows, row_bytes(COMPRESSED, columns)) and stored.dtype == np.uint8
+    assert stored.shape == (rows, row_bytes(COMPRESSED_DTYPE, columns)) and stored.dtype == np.uint8
     found = decompress(stored, columns)
     assert found.dtype == np.uint16 and np.array_equal(found, bits)
 
@@ -169,7 +169,7 @@ def test_rows_of_nothing_take_no_bytes() -> None:
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 3000), st.sampled_from([0, 0x7F, 0xFF, None]))
 def test_damaged_bytes_are_some_numbers(seed: int, rows: int, columns: int, fill: int | None) -> None:
-    shape = (rows, row_bytes(COMPRESSED, columns))
+    shape = (rows, row_bytes(COMPRESSED_DTYPE, columns))
     stored = np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
     if fill is not None:
         stored[:] = fill

@@ -12,7 +12,7 @@ import torch
 from tests.kernels.test_bounds import Guarded
 from tests.kernels.test_compressed_layout import SPECIAL, matrix, numbers
 
-from moesaic.core.stored import COMPRESSED, OF_EXPERTS
+from moesaic.core.weight_types import COMPRESSED_DTYPE, NATIVE_DTYPES
 from moesaic.kernels.compressed_layout import Bits, Bytes, compress
 from moesaic.kernels.table import Kernels
 
@@ -71,7 +71,7 @@ class Size:
         return answers[1:-1].view(np.uint32)
 
 
-BF16, TWELVE = OF_EXPERTS.index("bfloat16"), OF_EXPERTS.index(COMPRESSED)
+BF16, TWELVE = NATIVE_DTYPES.index("bfloat16"), NATIVE_DTYPES.index(COMPRESSED_DTYPE)
 SIZES = [
     Size(1, 1),
     Size(3, 65),

@@ -18,7 +18,7 @@ from tests.kernels.test_integers import MIXED, TYPES, compute, drawn, packed
 from tests.support import pairs
 from tests.support.native_kernels import same_bits
 
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.quantized_layout import pack
@@ -94,7 +94,7 @@ def test_rows_with_nan_or_infinity_leave_the_others_of_a_tile_alone(name: str, d
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_largest_codes_fit_into_tiles(dtype: str) -> None:
     """Codes of both signs whose products are as large as they can be."""
-    kind = QUANTIZED[dtype]
+    kind = QUANTIZATIONS[dtype]
     most, ones = 1 << kind.bits, np.ones((20, 64 // kind.group), dtype=np.float32)
     rows = torch.ones(16, 64)
     rows[1::2] = -1

@@ -15,7 +15,14 @@ from tests.support.integer_products import Integers, expert, gated_mlp, linear, 
 from tests.support.native_kernels import same_bits, stored
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, is_integer, of_expert, of_matrices
+from moesaic.core.weight_types import (
+    NATIVE_DTYPES,
+    QUANTIZATIONS,
+    expert_code,
+    is_integer,
+    join_dtypes,
+    split_dtype,
+)
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.quantized_layout import Bytes, dequantize, pack
@@ -28,7 +35,7 @@ each = pytest.mark.parametrize(
     [pytest.param(name, marks=pytest.mark.full if name in OTHERS else ()) for name in HERE]
     or [pytest.param("", marks=pytest.mark.skip("no integer kernels for this CPU"))],
 )
-TYPES = [name for name in QUANTIZED if is_integer(name)]
+TYPES = [name for name in QUANTIZATIONS if is_integer(name)]
 MIXED = ["int4_offset+int8_16", "int8+int4", "int8_16+int8_offset"]
 
 
@@ -39,10 +46,10 @@ def auto_again() -> Iterator[None]:
 
 
 def packed(rng: np.random.Generator, dtype: str, size: Size) -> list[Bytes]:
-    inner, down = of_matrices(dtype)
+    inner, down = split_dtype(dtype)
     types = inner, inner, down
     return [
-        pack(kind, *codes_of(rng, QUANTIZED[kind], *shape))
+        pack(kind, *codes_of(rng, QUANTIZATIONS[kind], *shape))
         for kind, shape in zip(types, size.shapes, strict=True)
     ]
 
@@ -94,7 +101,7 @@ def test_rows_have_the_same_bits_alone_and_in_any_batch(name: str, dtype: str, s
 @each
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_largest_codes_do_not_overflow(name: str, dtype: str) -> None:
-    kind, size = QUANTIZED[dtype], Size(96, 8)
+    kind, size = QUANTIZATIONS[dtype], Size(96, 8)
     most = 1 << kind.bits
     extremes = np.array([0, most - 1, most // 2, most // 2 - 1], dtype=np.uint8)  # of every sign and width
     for code in extremes:
@@ -126,7 +133,7 @@ def test_strange_rows_stay_by_themselves(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp8", "mxfp4", "mxfp4+int8", "bfloat16", "float32"])
 def test_other_experts_have_the_bits_of_the_set_without_rounding(name: str, dtype: str) -> None:
     size, rng = Size(130, 70), np.random.default_rng(2)
-    if of_matrices(dtype)[0] in QUANTIZED:
+    if split_dtype(dtype)[0] in QUANTIZATIONS:
         mlp = packed(rng, dtype, size)
     else:
         mlp = [
@@ -140,7 +147,7 @@ def test_other_experts_have_the_bits_of_the_set_without_rounding(name: str, dtyp
 
 def drawn(dtype: str, rows: int, columns: int) -> QuantizedMatrix:
     rng = np.random.default_rng([rows, columns])
-    stored = pack(dtype, *codes_of(rng, QUANTIZED[dtype], rows, columns))
+    stored = pack(dtype, *codes_of(rng, QUANTIZATIONS[dtype], rows, columns))
     return QuantizedMatrix(Guarded()(torch.from_numpy(stored)), columns, dtype)
 
 
@@ -212,7 +219,7 @@ def test_all_but_integers_has_the_bits_of_the_set_without_rounding(name: str) ->
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rounding_costs_less_than_a_hundredth(dtype: str, columns: int) -> None:
     """Beside float64 with the same weights, of rows and weights as in models: the root of the mean square."""
-    rng, kind = np.random.default_rng(columns), QUANTIZED[dtype]
+    rng, kind = np.random.default_rng(columns), QUANTIZATIONS[dtype]
     groups = -(-columns // kind.group)
     codes = np.clip(
         np.rint(rng.normal(0, 0.25, (64, columns)) * (1 << kind.bits - 1)),
@@ -241,11 +248,11 @@ def test_only_its_name_picks_it(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_types_without_integers() -> None:
-    assert {one for one in OF_EXPERTS if not is_integer(one)} == {
+    assert {one for one in NATIVE_DTYPES if not is_integer(one)} == {
         "bfloat16",
         "float32",
         "compressed",
         "fp8",
         "mxfp4",
     }
-    assert not is_integer(of_expert("mxfp4", "int8")) and not is_integer(of_expert("int8", "fp8"))
+    assert not is_integer(join_dtypes("mxfp4", "int8")) and not is_integer(join_dtypes("int8", "fp8"))

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from moesaic.core.stored import QUANTIZED, Quantization, row_bytes
+from moesaic.core.weight_types import QUANTIZATIONS, Quantization, row_bytes
 from moesaic.kernels.quantized_layout import TABLES, dequantize, pack
 
 COLUMNS = [1, 15, 16, 31, 32, 33, 127, 128, 129, 1000, 1023, 1024, 1025, 1152, 2100]
@@ -26,9 +26,9 @@ def codes_of(
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("dtype", QUANTIZATIONS)
 def test_numbers_come_back(dtype: str, columns: int) -> None:
-    kind, rng = QUANTIZED[dtype], np.random.default_rng(columns)
+    kind, rng = QUANTIZATIONS[dtype], np.random.default_rng(columns)
     codes, scales, offsets = codes_of(rng, kind, 3, columns)
     stored = pack(dtype, codes, scales, offsets)
     assert stored.shape == (3, row_bytes(dtype, columns)) and stored.dtype == np.uint8
@@ -47,7 +47,7 @@ def test_e4m3_has_torchs_values() -> None:
 @pytest.mark.parametrize("dtype", ["int4", "fp8"])
 def test_a_row_by_hand(dtype: str) -> None:
     """Two groups: scales, then codes."""
-    kind = QUANTIZED[dtype]
+    kind = QUANTIZATIONS[dtype]
     codes = np.zeros((1, kind.group + 1), dtype=np.uint8)
     codes[0, 0], codes[0, 16], codes[0, -1] = 9, 11, 12
     stored = pack(dtype, codes, np.array([[1.0, 2.0]], dtype=np.float32))[0]

@@ -10,7 +10,7 @@ from tests.kernels.test_quantized_layout import codes_of
 from tests.support.guarded import Guarded
 from tests.support.native_kernels import same_bits
 
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, concat_rows, dequantize_weight, select_rows
 from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import REFERENCE, Kernels
@@ -25,13 +25,13 @@ COUNTS = (1, 2, 3, 5, 8, 13, 25, 70, 400)
 def drawn(dtype: str, rows: int, columns: int, seed: int = 0) -> QuantizedMatrix:
     """A random matrix. Memory that cannot be accessed follows it."""
     stored = pack(
-        dtype, *codes_of(np.random.default_rng([seed, rows, columns]), QUANTIZED[dtype], rows, columns)
+        dtype, *codes_of(np.random.default_rng([seed, rows, columns]), QUANTIZATIONS[dtype], rows, columns)
     )
     return QuantizedMatrix(Guarded()(torch.from_numpy(stored)), columns, dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("dtype", QUANTIZATIONS)
 def test_a_linear_has_the_bits_of_float32(reading: Kernels, dtype: str, shape: tuple[int, int]) -> None:
     weight, bias, guarded = drawn(dtype, *shape), torch.randn(shape[0]), Guarded()
     for count in COUNTS:
@@ -62,7 +62,7 @@ def test_three_projections_may_have_three_types(reading: Kernels, types: tuple[s
     for width in (100, 1030):
         weights: list[Weight] = []
         for seed, (dtype, columns) in enumerate(zip(types, (130, 9, 40), strict=True)):
-            if dtype in QUANTIZED:
+            if dtype in QUANTIZATIONS:
                 weights.append(drawn(dtype, columns, width, seed))
             else:
                 weights.append(torch.randn(columns, width).to(getattr(torch, dtype)))
@@ -79,7 +79,9 @@ def test_three_projections_may_have_three_types(reading: Kernels, types: tuple[s
                 assert all(same_bits(*pair) for pair in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("inner", "down"), [*((one, one) for one in QUANTIZED), ("int4_offset", "int8_16")])
+@pytest.mark.parametrize(
+    ("inner", "down"), [*((one, one) for one in QUANTIZATIONS), ("int4_offset", "int8_16")]
+)
 def test_a_gated_mlp_has_the_bits_of_float32(reading: Kernels, inner: str, down: str) -> None:
     for hidden, width in ((33, 65), (1030, 70)):
         mlp = [drawn(inner, width, hidden, 1), drawn(inner, width, hidden, 2), drawn(down, hidden, width, 3)]
@@ -93,7 +95,7 @@ def test_a_gated_mlp_has_the_bits_of_float32(reading: Kernels, inner: str, down:
 
 
 @pytest.mark.parametrize("width", [1, 31, 64, 1025, 2100])
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("dtype", QUANTIZATIONS)
 def test_an_embedding_dequantises_the_rows_that_it_needs(reading: Kernels, dtype: str, width: int) -> None:
     table, ids = drawn(dtype, 9, width), torch.tensor([8, 0, 3, 3])
     for kernels in (reading, REFERENCE):

@@ -7,16 +7,22 @@ import pytest
 from tests.kernels.test_compressed_native import NONE, SIZES, Mlp, Size, reading, uneven
 from tests.kernels.test_quantized_layout import codes_of
 
-from moesaic.core.stored import OF_EXPERTS, QUANTIZED, expert_code, of_expert
+from moesaic.core.weight_types import (
+    NATIVE_DTYPES,
+    OF_EXPERTS,
+    QUANTIZATIONS,
+    expert_code,
+    join_dtypes,
+)
 from moesaic.kernels.quantized_layout import Bytes, dequantize, pack
 from moesaic.kernels.table import Kernels
 
 __all__ = ["reading"]
-FLOAT32 = OF_EXPERTS.index("float32")
+FLOAT32 = NATIVE_DTYPES.index("float32")
 
 
 def packed(rng: np.random.Generator, dtype: str, size: Size) -> list[Bytes]:
-    return [pack(dtype, *codes_of(rng, QUANTIZED[dtype], *shape)) for shape in size.shapes]
+    return [pack(dtype, *codes_of(rng, QUANTIZATIONS[dtype], *shape)) for shape in size.shapes]
 
 
 def plain(dtype: str, size: Size, stored: list[Bytes]) -> Mlp:
@@ -24,9 +30,9 @@ def plain(dtype: str, size: Size, stored: list[Bytes]) -> Mlp:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("dtype", QUANTIZATIONS)
 def test_experts_have_the_bits_of_float32(reading: Kernels, dtype: str, size: Size) -> None:
-    rng, kind = np.random.default_rng(size.h), OF_EXPERTS.index(dtype)
+    rng, kind = np.random.default_rng(size.h), NATIVE_DTYPES.index(dtype)
     stored = [packed(rng, dtype, size) for _ in range(4)]
     wide, small = [*(plain(dtype, size, one) for one in stored), NONE], [*map(Mlp, stored), NONE]
     for n in (1, 3, 25, 200):
@@ -46,10 +52,10 @@ MIXED = [("int4_offset", "int8_16"), ("mxfp4", "int8"), ("int8_16", "fp8"), ("in
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize(("inner", "down"), MIXED)
 def test_down_may_have_another_type(reading: Kernels, inner: str, down: str, size: Size) -> None:
-    rng, kind = np.random.default_rng(size.w), expert_code(of_expert(inner, down))
+    rng, kind = np.random.default_rng(size.w), expert_code(join_dtypes(inner, down))
     types, shapes = (inner, inner, down), size.shapes
     stored = [
-        [pack(of, *codes_of(rng, QUANTIZED[of], *shape)) for of, shape in zip(types, shapes, strict=True)]
+        [pack(of, *codes_of(rng, QUANTIZATIONS[of], *shape)) for of, shape in zip(types, shapes, strict=True)]
         for _ in range(3)
     ]
     wide = [
@@ -67,7 +73,7 @@ def test_down_may_have_another_type(reading: Kernels, inner: str, down: str, siz
 
 def test_types_that_do_not_go_together(reading: Kernels) -> None:
     rows = np.ones((1, 3), dtype=np.float32)
-    kind = OF_EXPERTS.index("int8") + 256 * (1 + FLOAT32)
+    kind = NATIVE_DTYPES.index("int8") + 256 * (1 + FLOAT32)
     with pytest.raises(ValueError, match="stored: two types; allowed: only quantised ones"):
         Size(3, 65).run([NONE], kind, rows, [0])
 

@@ -17,7 +17,7 @@ from tests.models.test_quantized import CASES, FORMATS
 from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import row_bytes
+from moesaic.core.weight_types import row_bytes
 from moesaic.kernels import compressed_layout
 from moesaic.models import compressing, fingerprint
 from moesaic.models.checkpoint import INDEX, SINGLE

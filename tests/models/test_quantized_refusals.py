@@ -280,7 +280,7 @@ def test_servers_hold_layers_of_several_types(source: Path, tmp_path: Path, what
     names, other, dtype, others = LAYERS[what]
     path = mixed(source, tmp_path, names, other)
     layout = registry.expert_layout(path, kernels)
-    assert (layout.dtype, layout.others) == (dtype, others)
+    assert (layout.dtype, layout.layer_dtypes) == (dtype, others)
     store, wanted = Store(path, layout, mapped), {0: [1], 1: [0, 3]}
     store.load(wanted)
     for layer, loaded in registry.load_experts(path, kernels, wanted).items():

@@ -17,7 +17,7 @@ from tests.support import model_configs, tiny_models
 from tests.support.model_driver import Driver
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.text_config import text_of
+from moesaic.core.text_config import read_text_config
 from moesaic.cost.reading import read
 from moesaic.kernels.table import pick
 from moesaic.models import registry, wrapped_names
@@ -64,7 +64,7 @@ def test_both_forms_of_names_give_the_same_bits(name: str, copy: Callable[[str],
 def test_sizes_are_those_of_the_text_model(name: str, copy: Callable[[str], Path]) -> None:
     path = copy(name)
     raw = json.loads((path / "config.json").read_text())
-    text = text_of(raw)
+    text = read_text_config(raw)
     assert text["model_type"] in registry.MODELS and "vision_config" not in text
     assert read(raw, "x") == read(text, "x")
     spec, sizes = registry.read_spec(path), read(raw, "x")

@@ -25,7 +25,9 @@ from moesaic.offload.parts import divide_by_context
 from moesaic.testing import byte_tokenizer
 
 LONGEST = 40
-DISK = Offload(1 << 30, "cgopipe", micro_batch=2, micro_batches=2, prefill_rows=2 * LONGEST, padded=LONGEST)
+DISK = Offload(
+    1 << 30, "cgopipe", micro_batch=2, micro_batches=2, prefill_rows=2 * LONGEST, padded_prompt_len=LONGEST
+)
 LENGTHS = (1, 40, 17, 5)
 NEW = 6
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
@@ -87,7 +89,7 @@ def test_a_request_holds_blocks_for_the_longest_prompt_and_its_own_answer() -> N
         assert pool.extend(0, tokens) and len(pool.table(0)) == blocks
     pool.free(0)
     pool.free(1)
-    assert pool.stats().free == 12
+    assert pool.stats().num_free == 12
 
 
 def test_padding_gives_way_before_a_request_does() -> None:
@@ -110,7 +112,7 @@ def test_known_prefixes_are_found_with_padding_behind_them() -> None:
     assert pool.allocate(1, ints(10), 9) == 8
     assert pool.table(1).tolist()[:2] == first[:2] and not set(pool.table(1).tolist()[2:]) & set(first)
     pool.free(0)
-    assert pool.stats().cached == 0 and pool.stats().used == 5
+    assert pool.stats().num_cached == 0 and pool.stats().num_used == 5
 
 
 # ---- whole runs
@@ -181,7 +183,7 @@ def test_as_many_rows_are_computed_as_requests_that_are_all_the_longest_have(
 @pytest.mark.parametrize("levels", LEVELS)
 def test_answers_are_those_without_padding(path: Path, levels: str) -> None:
     """Every log-probability is equal too."""
-    assert answers(llm(path, LEVELS[levels])) == answers(llm(path, replace(DISK, padded=None)))
+    assert answers(llm(path, LEVELS[levels])) == answers(llm(path, replace(DISK, padded_prompt_len=None)))
 
 
 @needs_native
@@ -202,8 +204,8 @@ def test_rows_that_decode_beside_a_prompt_attend_to_their_padding(path: Path) ->
 @pytest.mark.parametrize(
     ("offload", "told"),
     [
-        (replace(DISK, padded=65), "padded: got 65; allowed: 1 to 64"),
-        (replace(DISK, padded=0), "padded: got 0; allowed: 1 to 64"),
+        (replace(DISK, padded_prompt_len=65), "padded: got 65; allowed: 1 to 64"),
+        (replace(DISK, padded_prompt_len=0), "padded: got 0; allowed: 1 to 64"),
     ],
 )
 def test_padding_that_cannot_be_is_refused(path: Path, offload: Offload, told: str) -> None:
@@ -216,8 +218,8 @@ def test_where_there_is_no_room_for_all_padding_all_answers_come(path: Path) -> 
     """The cache has four blocks, and a request needs at most four."""
     token = 3 * 2 * 2 * 16 * 4
     small = llm(path, kv_cache_memory=str(64 * token), enable_prefix_caching=False)
-    assert answers(small) == answers(llm(path, replace(DISK, padded=None)))
-    assert small.stats().blocks.used == 0
+    assert answers(small) == answers(llm(path, replace(DISK, padded_prompt_len=None)))
+    assert small.stats().blocks.num_used == 0
 
 
 def test_padding_that_comes_down_counts_where_micro_batches_are_made() -> None:

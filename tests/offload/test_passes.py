@@ -80,7 +80,7 @@ def test_a_pass_that_breaks_off_anywhere_is_a_pass_that_was_never_run(
                 floats(made)
         assert floats(made) == wanted, call
         stats = made.stats()
-        assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+        assert (stats.running, stats.waiting, stats.blocks.num_used) == (0, 0, 0)
 
 
 def test_passes_that_waited_for_their_first_layer_are_counted(path: Path) -> None:
@@ -150,7 +150,7 @@ def test_passes_are_counted(path: Path) -> None:
     assert sum(one.rows for one in passes) == sum(map(len, PROMPTS)) + len(PROMPTS) * 5
     layer = 12 * 3 * 48 * 20 * 4
     for one in passes:
-        assert one.loaded >= one.passes * 3 * layer and one.seconds > 0
+        assert one.loaded_bytes >= one.passes * 3 * layer and one.seconds > 0
         assert one.busy["down"] > 0 and one.busy["fast"] > 0
 
 

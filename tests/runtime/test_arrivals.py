@@ -31,12 +31,12 @@ def test_only_requests_with_a_grammar_wait() -> None:
     message = messages.Submit([request(0), waiting[0], request(2), *waiting[1:]], [[5], [6]])
     arrived = arrivals.add(message)
     assert [one.request_id for one in arrived.requests] == [0, 2]
-    assert arrived.generated == [[5], []]
+    assert arrived.generated_ids == [[5], []]
     assert arrivals.has_waiting and not arrivals.take_ready(0.0).requests
     compiler.futures["a"].set_result(None)
     ready = arrivals.take_ready(0.0)
     assert [one.request_id for one in ready.requests] == [1, 4]
-    assert ready.generated == [[6], []]
+    assert ready.generated_ids == [[6], []]
     assert arrivals.has_waiting
     arrivals.cancel([3, 77])
     assert not arrivals.has_waiting

@@ -47,7 +47,7 @@ class Life:
             try:
                 serve(there, config, wakeup, kept_model=kept)
             except ConnectionLost as error:
-                self.error = error.again()
+                self.error = error.copy()
             there.close()
             wakeup.close()
 

@@ -66,7 +66,7 @@ def test_a_worker_serves_cancels_and_shuts_down(worker: ChildProcess) -> None:
     while not (isinstance(stats, messages.Stats) and stats.stats.running == 0):
         stats = until(worker, messages.Stats)
     blocks = stats.stats.blocks
-    assert blocks.used == 0 and blocks.free + blocks.cached == blocks.total
+    assert blocks.num_used == 0 and blocks.num_free + blocks.num_cached == blocks.num_total
     worker.connection.send(messages.Shutdown())
     assert worker.process.wait(60) == 0
 
@@ -86,8 +86,8 @@ def test_a_killed_worker_is_noticed_at_once(worker: ChildProcess) -> None:
 @pytest.mark.slow
 def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
     worker = spawn_worker(WorkerConfig(ModelConfig("demo", threads=1), CacheConfig(kv_cache_memory="1KiB")))
-    failed = until(worker, messages.Failed)
-    assert isinstance(failed, messages.Failed) and failed.user_error
+    failed = until(worker, messages.WorkerFailed)
+    assert isinstance(failed, messages.WorkerFailed) and failed.user_error
     assert "--kv-cache-memory" in failed.error and "\n" not in failed.error
     assert worker.process.wait(60) == 2
     worker.stop()
@@ -122,8 +122,8 @@ def test_an_error_in_a_step_reaches_the_engine(error: str) -> None:
         worker = ChildProcess(process, StreamConnection(ours))
         until(worker, messages.Ready)
         worker.connection.send(long_request(0))
-        failed = until(worker, messages.Failed)
-        assert isinstance(failed, messages.Failed)
+        failed = until(worker, messages.WorkerFailed)
+        assert isinstance(failed, messages.WorkerFailed)
         code = worker.process.wait(60)
         log.seek(0)
         text = log.read().decode()
@@ -133,7 +133,7 @@ def test_an_error_in_a_step_reaches_the_engine(error: str) -> None:
         assert failed.error.startswith("a step: CUDA out of memory; allowed: ")
         assert code == 2 and text == ""
         return
-    assert failed == messages.Failed("RuntimeError: no memory left", user_error=False)
+    assert failed == messages.WorkerFailed("RuntimeError: no memory left", user_error=False)
     assert code == 1 and "Traceback" in text and "in broken" in text and "by far" in text
 
 

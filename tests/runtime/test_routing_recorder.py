@@ -18,7 +18,7 @@ from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerCon
 from moesaic.core import messages
 from moesaic.core.profile import Profile, Routes, SmallArray
 from moesaic.core.request import Request
-from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, draw, joined
+from moesaic.core.routing import END_POSITION, Assembly, RoutedModel, Rows, draw, join_routes
 from moesaic.core.tokens import TokenBatch
 from moesaic.models import files
 from moesaic.models.registry import routed_model
@@ -85,7 +85,7 @@ class Taken:
 
     def __call__(self, rows: Rows) -> None:
         self.assembly.add(rows)
-        if (rows["position"] == ENDED).any():
+        if (rows["position"] == END_POSITION).any():
             ids, routes = self.assembly.take()
             assert not set(ids.tolist()) & set(self.ids)
             self.ids += ids.tolist()
@@ -93,10 +93,10 @@ class Taken:
 
     def take(self) -> tuple[list[int], Routes]:
         """Ids, ascending, and routes."""
-        ids, routes, self.routes = self.ids, joined(MODEL, self.routes), []
+        ids, routes, self.routes = self.ids, join_routes(MODEL, self.routes), []
         self.ids = []
         order = sorted(range(len(ids)), key=ids.__getitem__)
-        return sorted(ids), routes.of(order)
+        return sorted(ids), routes.select(order)
 
 
 def recorded(**settings: Any) -> tuple[LLM, Taken]:
@@ -208,7 +208,7 @@ def test_the_end_is_recorded_before_it_is_told() -> None:
     worker, _ = build_worker(context)
     while not connection.seen:
         worker.turn(timeout=0.0)
-    assert connection.seen[-1] == [ENDED]
+    assert connection.seen[-1] == [END_POSITION]
 
 
 @pytest.mark.slow
@@ -282,7 +282,7 @@ def test_a_unit_that_was_dropped_is_not_recorded() -> None:
     recorder.admit(admission(0))
     recorder.record_segment(run(0, [0], range(2)), 0, choice(0, 1))
     recorder.release(Release([0]))
-    assert [row["position"].tolist() for row in rows] == [[ENDED]]
+    assert [row["position"].tolist() for row in rows] == [[END_POSITION]]
     recorder.record_last_segment(run(1, [0], range(2)))
     assert len(rows) == 1
 
@@ -318,7 +318,7 @@ def test_rows_are_handed_over_together() -> None:
     assert [len(one) for one in rows] == [ROWS_TOGETHER + 1, ROWS_TOGETHER - 2, 1, 1, 1]
     found = np.concatenate(rows)
     for request, count in ((0, ROWS_TOGETHER), (1, ROWS_TOGETHER)):
-        mine = found[(found["request"] == request + 1) & (found["position"] != ENDED)]
+        mine = found[(found["request"] == request + 1) & (found["position"] != END_POSITION)]
         assert len(mine) == count
         assert mine["token"].tolist() == mine["position"].tolist()
     assert found["experts"][:3, 0, 0].tolist() == [0, 1, 7]

@@ -110,7 +110,7 @@ class Pair:
     def claim(self, transfer: int = 1) -> dict[int, int]:
         """Request 5 goes on at the receiver, with what the transfer brought."""
         request = Request(5, [1, 2], SamplingParams())
-        self.receiver.expect(messages.Submit([request], received={5: transfer}))
+        self.receiver.expect(messages.Submit([request], received_transfers={5: transfer}))
         return self.receiver.count_received_tokens([request])
 
 
@@ -142,7 +142,7 @@ def test_blocks_travel_as_they_are_complete_and_the_last_one_with_the_states(
     assert (pair.there.states[[1, 6]] == pair.here.states[[4, 7]]).all()
     assert pair.receiver.stats().held_bytes == 0 and pair.receiver.stats().received_tokens == 6
     pair.wait(lambda: pair.sender.stats().sent_bytes == 3 * HEADER_BYTES + 18 + 6)
-    assert pair.sender.stats().sent == 1 and pair.sender.stats().failed == 0
+    assert pair.sender.stats().sent_requests == 1 and pair.sender.stats().failed_transfers == 0
     pair.close()
 
 
@@ -222,7 +222,7 @@ def test_other_requests_send_nothing(pair: Pair) -> None:
     pair.step(10, request_id=6)
     pair.sender.forget([5, 77])
     pair.step(10)
-    assert pair.reports == [] and pair.sender.stats().sent == 0
+    assert pair.reports == [] and pair.sender.stats().sent_requests == 0
 
 
 def test_what_is_dropped_is_not_kept_whenever_it_comes(pair: Pair) -> None:
@@ -251,7 +251,7 @@ def test_a_worker_that_is_not_there_is_reported(pair: Pair) -> None:
     pair.begin(transfer=2, endpoint=Endpoint("unix:@nobody"))
     pair.step(10)
     pair.wait(lambda: messages.KVNotSent([2]) in pair.reports)
-    assert pair.sender.stats().failed == 2
+    assert pair.sender.stats().failed_transfers == 2
 
 
 def test_requests_are_given_up_while_too_much_waits() -> None:

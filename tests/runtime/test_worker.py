@@ -10,7 +10,7 @@ import pytest
 from moesaic.core.messages import Submit
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import Request, SamplingParams
-from moesaic.policy.scheduling.schedulers.actions import Action, Arrived, Event
+from moesaic.policy.scheduling.schedulers.actions import Action, Event, RequestsArrived
 from moesaic.runtime.worker import Worker
 from moesaic.transport.local import LocalConnection, local_pair
 
@@ -52,7 +52,7 @@ def test_an_idle_worker_that_lingers_begins_with_all(linger: float, together: bo
     seen: list[int] = []
 
     def journal(event: Event, now: float, actions: list[Action]) -> None:
-        assert isinstance(event, Arrived)
+        assert isinstance(event, RequestsArrived)
         seen.append(len(event.requests))
 
     still = Still()

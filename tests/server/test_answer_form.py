@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.text.structured.grammar import grammar_of
 
 from .conftest import MODEL, Live

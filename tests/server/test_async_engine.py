@@ -187,7 +187,7 @@ async def test_a_worker_that_dies_while_loading(tokenizer: Tokenizer) -> None:
     with pytest.raises(NotServingError, match="loading"):
         front.open([([1], SamplingParams())])
     waiting = asyncio.create_task(front.wait_ready())
-    worker.connection.send(messages.Failed("no such file", user_error=True))
+    worker.connection.send(messages.WorkerFailed("no such file", user_error=True))
     with pytest.raises(EngineDeadError, match="no such file"):
         await asyncio.wait_for(waiting, 5)
     assert front.failure is not None and front.failure.user_error

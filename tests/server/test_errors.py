@@ -336,7 +336,7 @@ def test_an_error_in_a_stream_reaches_the_openai_client(launch: Launch) -> None:
 def test_the_workers_last_words_are_passed_on(launch: Launch, until: Until) -> None:
     live = launch()
     live.worker.open.clear()
-    words = messages.Failed("out of memory", user_error=False)
+    words = messages.WorkerFailed("out of memory", user_error=False)
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(live.post, "/v1/completions", prompt="x")
         until(lambda: live.front.engine.num_unfinished == 1, seconds=60)

@@ -9,7 +9,7 @@ import pytest
 from moesaic.core import messages
 from moesaic.core.metrics import SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
-from moesaic.core.speculation import MOST_ROWS
+from moesaic.core.speculation import MAX_CHECKED_ROWS
 from moesaic.engine import EngineStats
 from moesaic.server.meter import Distribution, Meter
 from moesaic.server.metrics import VLLM_METRICS, EngineCollector, registry_of
@@ -32,7 +32,7 @@ def test_a_distribution_is_cumulative_and_bounds_are_included() -> None:
 def test_the_times_of_one_request_add_up() -> None:
     meter = Meter()
     meter.record_arrival(7, 1, now=10.0)
-    meter.record_message(messages.Admitted([7], [0.5], [0]), [], 10.5)
+    meter.record_message(messages.RequestsAdmitted([7], [0.5], [0]), [], 10.5)
     meter.record_message(QUIET, [output(7)], 12.0)
     meter.record_message(QUIET, [output(7)], 12.25)
     meter.record_message(QUIET, [output(7, finish=FinishReason.STOP)], 13.0)
@@ -49,7 +49,7 @@ def test_the_mean_time_of_a_token_is_that_of_answers_with_several() -> None:
     meter = Meter()
     meter.record_arrival(7, 1, now=0.0)
     meter.record_arrival(8, 1, now=0.0)
-    meter.record_message(messages.Admitted([7], [0.5], [0]), [], 0.5)
+    meter.record_message(messages.RequestsAdmitted([7], [0.5], [0]), [], 0.5)
     for now, finish in ((1.0, None), (1.25, None), (3.0, FinishReason.STOP)):
         meter.record_message(QUIET, [output(7, finish=finish)], now)
     meter.record_message(QUIET, [output(8, finish=FinishReason.LENGTH)], 4.0)
@@ -86,7 +86,7 @@ def test_a_step_counts_its_tokens_and_the_computed_part_of_prompts() -> None:
 def test_each_of_n_completions_is_timed_and_the_aborted_are_counted() -> None:
     meter = Meter()
     meter.record_arrival(3, 3, now=0.0)
-    meter.record_message(messages.Admitted([3, 4, 5, 99], [1.0, 1.0, 1.0, 1.0], [0] * 4), [], 1.0)
+    meter.record_message(messages.RequestsAdmitted([3, 4, 5, 99], [1.0, 1.0, 1.0, 1.0], [0] * 4), [], 1.0)
     meter.record_message(QUIET, [output(3, 1, FinishReason.LENGTH)], 2.0)
     meter.record_abort(3)
     meter.record_abort(3)
@@ -135,7 +135,9 @@ def test_names_are_vllms_with_our_prefix() -> None:
 
 
 def test_break_even_is_that_of_the_prices() -> None:
-    prices = tuple(2 * (1 + 0.5 * rows) for rows in range(MOST_ROWS))  # as two workers have them together
+    prices = tuple(
+        2 * (1 + 0.5 * rows) for rows in range(MAX_CHECKED_ROWS)
+    )  # as two workers have them together
     for pays, steps in ((0.5, prices), (math.inf, (1.0, 9.0) * 16)):
         stats = WorkerStats(speculation=SpeculationStats(accepted_per_pos=(0, 0), prices=steps))
         collector = EngineCollector(lambda stats=stats: EngineStats(0, stats), Meter(), "m")

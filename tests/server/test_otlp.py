@@ -203,8 +203,8 @@ def test_a_move_to_another_worker_is_an_event(
         answer = pool.submit(post, live, **HELLO)
         until(lambda: live.worker.seen)
         request_id = live.worker.seen[0].request_id
-        live.worker.connection.send(messages.Admitted([request_id], [0.5], [3]))
-        live.worker.connection.send(messages.Moved([request_id, 12345]))
+        live.worker.connection.send(messages.RequestsAdmitted([request_id], [0.5], [3]))
+        live.worker.connection.send(messages.RequestsMoved([request_id, 12345]))
         live.worker.open.set()
         assert answer.result(60).status_code == 200
     span = only(collector)

@@ -404,13 +404,13 @@ def test_a_budget_of_the_reasoning(serving: Callable[..., Live]) -> None:
         create(live, "ok", tools=tools or openai.omit, extra_body={"thinking_token_budget": budget})
         found = live.worker.seen[-1].params.reasoning
         assert found is not None and found.tokens == budget and bytes(found.end_ids) == b"</think>"
-        assert (found.opening, found.inside, found.anywhere) == ("<think>", False, False)
+        assert (found.opening, found.starts_inside, found.can_start_later) == ("<think>", False, False)
     create(live, "ok", extra_body={"thinking_token_budget": -1})
     assert live.worker.seen[-1].params.reasoning is None
     channels = serving(reasoning_parser="openai_gptoss")
     create(channels, "ok", tools=openai.omit, extra_body={"thinking_token_budget": 5})
     found = channels.worker.seen[-1].params.reasoning
-    assert found is not None and found.anywhere and found.end_ids == (256 + MARKS.index("<|end|>"),)
+    assert found is not None and found.can_start_later and found.end_ids == (256 + MARKS.index("<|end|>"),)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from moesaic.experts.barrier_client import BarrierClient
 from moesaic.experts.outstanding import ServerConnection
 from moesaic.experts.relay import Relay
 from moesaic.experts.server import ExpertServer
-from moesaic.policy.scheduling.microqueue import policy_named
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
-from moesaic.policy.scheduling.schedulers.server_setup import BARRIER_SECONDS, EVERYBODY, IN_STEP
+from moesaic.policy.scheduling.microqueue import make_policy
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler
+from moesaic.policy.scheduling.schedulers.server_setup import BARRIER_SECONDS, IN_STEP, UNREACHABLE_PAIRS
 from moesaic.transport.wakeup import Wakeup
 
 HIDDEN = 8
@@ -120,7 +120,7 @@ class Server:
         layout = ExpertLayout(prefixes, "gate", "up", "down", HIDDEN, 1, 1, 1, "float32")
         self.backend, self.listener = Backend(layers), Listening()
         self.service = ExpertServerScheduler(
-            tuple(prefixes), policy_named(IN_STEP), Enough(EVERYBODY, BARRIER_SECONDS)
+            tuple(prefixes), make_policy(IN_STEP), EnoughPairs(UNREACHABLE_PAIRS, BARRIER_SECONDS)
         )
         self.real = ExpertServer(
             layout,

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from moesaic.core.experts import Activation
-from moesaic.core.stored import QUANTIZED, row_bytes
+from moesaic.core.weight_types import QUANTIZATIONS, row_bytes
 from moesaic.gpu.exchange.exchange_launches import ADDRESSES, LEAST_SLOTS, Exchange
 from moesaic.gpu.triton import (
     attention,
@@ -199,7 +199,7 @@ def main() -> None:
     one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         experts.experts(weights(dtype, biased=dtype is torch.bfloat16), one, ids)
-    for kind in QUANTIZED:
+    for kind in QUANTIZATIONS:
         experts.experts(quantised(kind), one, ids)
         matrix = QuantizedMatrix(torch.zeros(64, row_bytes(kind, 128), dtype=torch.uint8), 128, kind)
         dense.linear(one, matrix)

@@ -26,7 +26,7 @@ class Oracle:
         """One more answer."""
         self._known.setdefault(tuple(prompt), set()).add(tuple(tokens))
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
         """See `Drafter`. Nothing for tokens that belong to no known answer."""
         said = tuple(tokens.tolist())
         noise = random.Random(hash((said, self._seed)))
@@ -36,6 +36,6 @@ class Oracle:
             for answer in sorted(answers):
                 behind = len(said) - len(prompt)
                 if answer[:behind] == said[len(prompt) :]:
-                    follow = answer[behind : behind + most]
+                    follow = answer[behind : behind + max_tokens]
                     return [token if noise.random() < self._right else token ^ 1 for token in follow]
         return []

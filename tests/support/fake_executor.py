@@ -17,11 +17,11 @@ from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
-    Arrived,
-    Cancelled,
     Emit,
     Event,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     RunStep,
     StepDone,
     StepFailed,
@@ -93,13 +93,13 @@ class FakeExecutor:
     def arrive(self, *requests: Request) -> list[Action]:
         for asked in requests:
             self.clients[asked.request_id] = Client(asked)
-        return self.tell(Arrived(list(requests)))
+        return self.tell(RequestsArrived(list(requests)))
 
     def cancel(self, *request_ids: int) -> list[Action]:
         for request_id in request_ids:
             if request_id in self.clients and self.clients[request_id].finish is None:
                 self.clients[request_id].cancelled = True
-        return self.tell(Cancelled(list(request_ids)))
+        return self.tell(RequestsCancelled(list(request_ids)))
 
     def step(self) -> list[Action]:
         """Runs the current step and reports it."""
@@ -111,9 +111,11 @@ class FakeExecutor:
 
     def done(self, plan: StepPlan, tokens: list[list[int]]) -> StepDone:
         """The event for these tokens of each sampled request. Without drafts there are no counts."""
-        self.owners = [i for i, one in zip(plan.sampled.tolist(), tokens, strict=True) for _ in one]
+        self.owners = [i for i, one in zip(plan.sampled_sequences.tolist(), tokens, strict=True) for _ in one]
         flat = np.array([token for one in tokens for token in one], dtype=np.int64)
-        counts = np.array([len(one) for one in tokens], dtype=np.int64) if len(plan.drafted) else None
+        counts = (
+            np.array([len(one) for one in tokens], dtype=np.int64) if len(plan.num_draft_tokens) else None
+        )
         return StepDone(plan.step, flat, counts)
 
     def fail(self) -> list[Action]:
@@ -124,7 +126,7 @@ class FakeExecutor:
         for table, stop in zip(batch.block_tables, batch.context_lens.tolist(), strict=True):
             block, offset = divmod(stop - 1, self.kv.shape[1])
             self.kv[table[block], offset] = -1
-        for i in plan.scored.tolist():  # will be scored again
+        for i in plan.scored_sequences.tolist():  # will be scored again
             scored = self.clients[int(plan.request_ids[i])].scored
             del scored[scored.index(batch.positions[batch.query_starts[i]]) :]
         self.under_way = None
@@ -190,7 +192,7 @@ class FakeExecutor:
         assert len(admit.requests) == len(admit.cached_tokens) == len(admit.epochs) > 0
         for asked, generated, waited, cached, epoch in zip(
             admit.requests,
-            admit.generated,
+            admit.generated_ids,
             admit.queue_seconds,
             admit.cached_tokens,
             admit.epochs,
@@ -226,8 +228,10 @@ class FakeExecutor:
             assert end <= self.limits.max_model_len - (drafted > 0)
             assert batch.token_ids[first : last - drafted].tolist() == client.tokens[begin:end]
             assert batch.context_lens[i] == end
-            assert (i in plan.sampled) == (end >= len(client.tokens))
-            counted = dict(zip(plan.sampled.tolist(), plan.drafted.tolist(), strict=False)).get(i, 0)
+            assert (i in plan.sampled_sequences) == (end >= len(client.tokens))
+            counted = dict(
+                zip(plan.sampled_sequences.tolist(), plan.num_draft_tokens.tolist(), strict=False)
+            ).get(i, 0)
             assert counted == drafted and not (drafted and last - first != 1 + drafted)
             owned = self.blocks.table(request_id).tolist()
             assert len(owned) == len(set(owned)) >= self.blocks.blocks_for(end)
@@ -242,13 +246,13 @@ class FakeExecutor:
     def _wanted_rows(self, plan: StepPlan) -> list[int]:
         """The logit rows by the definition in StepPlan. Checks `scored` too."""
         starts = plan.batch.query_starts.tolist()
-        counts = plan.drafted.tolist() or [0] * len(plan.sampled)
+        counts = plan.num_draft_tokens.tolist() or [0] * len(plan.sampled_sequences)
         rows = {
             starts[i + 1] - 1 - back
-            for i, count in zip(plan.sampled.tolist(), counts, strict=True)
+            for i, count in zip(plan.sampled_sequences.tolist(), counts, strict=True)
             for back in range(count + 1)
         }
-        for i in plan.scored.tolist():
+        for i in plan.scored_sequences.tolist():
             client = self.clients[int(plan.request_ids[i])]
             positions = plan.batch.positions[starts[i] : starts[i + 1]].tolist()
             prompt = len(client.request.prompt_token_ids)
@@ -275,7 +279,7 @@ class FakeExecutor:
             drafted = self.drafted(plan, i)
             client.computed = end - len(drafted)
             self._check_cache(batch.block_tables[i], client.tokens[: client.computed] + drafted)
-            if i in plan.sampled:
+            if i in plan.sampled_sequences:
                 tokens.append(checked(client, drafted))
                 client.computed += len(tokens[-1]) - 1
         return tokens
@@ -317,4 +321,7 @@ class FakeExecutor:
         stats = self.scheduler.stats()
         assert not self.held
         assert (stats.running, stats.waiting, stats.preemptions) == (0, 0, self.preempted)
-        assert stats.blocks.used == 0 and stats.blocks.free + stats.blocks.cached == stats.blocks.total
+        assert (
+            stats.blocks.num_used == 0
+            and stats.blocks.num_free + stats.blocks.num_cached == stats.blocks.num_total
+        )

@@ -21,12 +21,12 @@ from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
-    Arrived,
     Emit,
     Event,
     Forget,
     PartsArrived,
     Release,
+    RequestsArrived,
     RowSource,
     RunSegment,
     SegmentDone,
@@ -104,7 +104,7 @@ class FakeLayered(FakeExecutor):
             count = min((known or {}).get(asked.request_id, 0), len(tokens) - 1)
             self.clients[asked.request_id].generated = tokens[:count]
             generated.append(tokens[:count])
-        return self.tell(Arrived(list(requests), generated))
+        return self.tell(RequestsArrived(list(requests), generated))
 
     def step(self) -> list[Action]:
         """Ends the current run."""
@@ -115,7 +115,7 @@ class FakeLayered(FakeExecutor):
         if action.segment < self.layers:
             return self.tell(SegmentDone(action.plan.step))
         self.last = plan = action.plan
-        found = dict(zip(plan.sampled.tolist(), tokens, strict=True))
+        found = dict(zip(plan.sampled_sequences.tolist(), tokens, strict=True))
         for i, request_id in enumerate(plan.request_ids.tolist()):
             client = self.clients[request_id]
             known = int(plan.batch.context_lens[i]) - len(self.drafted(plan, i))
@@ -137,7 +137,9 @@ class FakeLayered(FakeExecutor):
         for table, stop in zip(plan.batch.block_tables, plan.batch.context_lens.tolist(), strict=True):
             block, offset = divmod(stop - 1, cache.shape[1])
             cache[table[block], offset] = -1
-        for i in plan.scored.tolist() if action.segment == self.layers else []:  # will be scored again
+        for i in (
+            plan.scored_sequences.tolist() if action.segment == self.layers else []
+        ):  # will be scored again
             scored = self.clients[int(plan.request_ids[i])].scored
             del scored[scored.index(plan.batch.positions[plan.batch.query_starts[i]]) :]
         if self.computed is None:
@@ -248,7 +250,7 @@ class FakeLayered(FakeExecutor):
 
     def _wanted_rows(self, plan: StepPlan) -> list[int]:
         """The logit rows. Prompt rows count as scored where logits exist, at the last segment."""
-        ids = plan.request_ids[plan.scored].tolist()
+        ids = plan.request_ids[plan.scored_sequences].tolist()
         before = {request_id: len(self.clients[request_id].scored) for request_id in ids}
         rows = super()._wanted_rows(plan)
         assert self.action is not None
@@ -278,7 +280,7 @@ class FakeLayered(FakeExecutor):
                 block, offset = divmod(position, self.blocks.block_size)
                 gated.append(mix(before, self.carried[row] + shift))
                 cache[table[block], offset] = gated[-1]
-            if last and i in plan.sampled:
+            if last and i in plan.sampled_sequences:
                 assert gated[-1] == right[-1]
                 tokens.append(checked(client, drafted))
         if not last:

@@ -124,7 +124,7 @@ class FakeWorker(threading.Thread):
                 for request in message.requests:
                     self.seen.append(request)
                     self.running[request.request_id] = _Running(request, self._answer(request))
-                    self.connection.send(messages.Admitted([request.request_id], [0.25], [0]))
+                    self.connection.send(messages.RequestsAdmitted([request.request_id], [0.25], [0]))
                     self._score_prompt(request)
             case messages.Cancel():
                 for request_id in message.request_ids:
@@ -161,7 +161,9 @@ class FakeWorker(threading.Thread):
                 del self.running[request_id]
         if ids:
             self.connection.send(messages.Tokens(ids, tokens, finish, logprobs))
-            blocks = BlockStats(total=64, free=64 - len(ids), used=len(ids), prefix_queries=10, prefix_hits=4)
+            blocks = BlockStats(
+                num_total=64, num_free=64 - len(ids), num_used=len(ids), prefix_queries=10, prefix_hits=4
+            )
             self.connection.send(messages.Stats(WorkerStats(running=len(self.running), blocks=blocks)))
 
 

@@ -98,7 +98,7 @@ def _loaded(child: ChildProcess) -> Endpoint:
     """Where a server is reached, once it has its experts."""
     while True:
         message = child.connection.receive(LOADING)
-        if isinstance(message, messages.Holds):
+        if isinstance(message, messages.HoldReply):
             return message.endpoint
         assert message is None or isinstance(message, messages.ServerReport), message
 

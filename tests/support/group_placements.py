@@ -24,7 +24,7 @@ def recorded(
     assembly = Assembly(spec, 1 << 30)
     answers = LLM(model, threads=1, kv_cache_memory="64MiB", routing=assembly.add).generate(prompts, params)
     routes = assembly.take()[1]
-    profile = Profile.of_routes(spec.model, spec.vocab_size, spec.num_experts, spec.layers, routes)
+    profile = Profile.from_routes(spec.model, spec.vocab_size, spec.num_experts, spec.layers, routes)
     return answers, profile
 
 

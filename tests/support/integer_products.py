@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moesaic.core.stored import BLOCK, QUANTIZED, is_integer, of_expert, of_matrices
+from moesaic.core.weight_types import (
+    BLOCK,
+    QUANTIZATIONS,
+    QUANTIZED,
+    is_integer,
+    of_expert,
+    split_dtype,
+)
 from moesaic.kernels import quantized_layout, table
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of
 from moesaic.kernels.weights import ExpertWeights
@@ -55,7 +62,7 @@ class Integers:
 def _block(
     dtype: str, stored: quantized_layout.Bytes, groups: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    kind, rows = QUANTIZED[dtype], len(stored)
+    kind, rows = QUANTIZATIONS[dtype], len(stored)
     heads = np.ascontiguousarray(stored[:, : 4 * groups * (1 + kind.offset)]).view("<f4")
     codes = stored[:, 4 * groups * (1 + kind.offset) :]
     if kind.bits == 4:
@@ -116,7 +123,7 @@ def activated(base: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def expert(base: str, dtype: str, stored: list[quantized_layout.Bytes], rows: torch.Tensor) -> torch.Tensor:
     """One expert. stored: gate and up [w, row_bytes], down [h, row_bytes]. base: as in `activated`."""
     hidden, width = rows.shape[1], len(stored[0])
-    inner, outer = of_matrices(dtype)
+    inner, outer = split_dtype(dtype)
     gate, up = (products(rows, Integers.of(inner, one, hidden)) for one in stored[:2])
     return products(activated(base, gate, up), Integers.of(outer, stored[2], width))
 

@@ -115,7 +115,7 @@ def activated(kind: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     """The definition of an activation, in double precision."""
     limit = float("inf") if kind.limit is None else kind.limit
     gate, up = gate.double().clamp(max=limit), up.double().clamp(-limit, limit)
-    return (up + kind.added) * gate * torch.sigmoid(kind.alpha * gate)
+    return (up + kind.up_offset) * gate * torch.sigmoid(kind.alpha * gate)
 
 
 def close_mlp(

@@ -17,12 +17,12 @@ from moesaic.policy.scheduling.microqueue import FloatArray, QueuePolicy
 from moesaic.policy.scheduling.minimum_batch import Load
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
-    Arrived,
-    Cancelled,
     Event,
     Forget,
     PartsArrived,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     RowSource,
     RunSegment,
     SegmentDone,
@@ -32,7 +32,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.policy.scheduling.schedulers.landing import land
 from moesaic.policy.scheduling.schedulers.ready_queues import GatherRule, RunThreshold
-from moesaic.policy.scheduling.schedulers.step_plan import admit, step_plan
+from moesaic.policy.scheduling.schedulers.step_plan import admit, plan_step
 from moesaic.policy.scheduling.sequence import Sequence, Stage
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.policy.scheduling.tokenpool import TokenPool, Units
@@ -186,7 +186,7 @@ class Runs:
             if not last:
                 self._send(before, action)
             return action, left
-        plan = step_plan(number, [(unit.sequence, unit.rows) for unit in units], self._blocks)
+        plan = plan_step(number, [(unit.sequence, unit.rows) for unit in units], self._blocks)
         action = RunSegment(plan, segment, sources(units))
         left = self.taken(units)
         if not last:
@@ -213,7 +213,7 @@ class Runs:
 
     def arrived(self, number: int, pairs: IntArray) -> list[Unit]:
         """Record parts. Returns the units that they complete, in the order of the run."""
-        complete = self._pool.arrived(number, pairs)
+        complete = self._pool.receive_units(number, pairs)
         if complete is None:
             return []
         units = self._runs[number].units
@@ -237,7 +237,7 @@ class Runs:
         if self._runs.pop(number, None) is not None:
             for unit in units:
                 self._pool.drop(unit.sequence.request_id)
-            self._pool.arrived(number, self._pool.missing(number))
+            self._pool.receive_units(number, self._pool.missing(number))
         return Forget([number])
 
     def _send(self, run: Run, action: RunSegment) -> None:
@@ -250,7 +250,7 @@ class Runs:
 
     def _over(self, number: int) -> bool:
         run = self._runs.get(number)
-        return run is not None and not run.left and self._pool.done(number)
+        return run is not None and not run.left and self._pool.is_complete(number)
 
 
 def _waiting(plan: StepPlan) -> Units:
@@ -328,10 +328,10 @@ class PlainAsyncScheduler:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
-            case Arrived():
+            case RequestsArrived():
                 self._batching.add_all(event, now)
                 actions: list[Action] = []
-            case Cancelled(request_ids):
+            case RequestsCancelled(request_ids):
                 actions = self._cancelled(request_ids)
             case PartsArrived(parts):
                 actions = self._arrived(parts, now)
@@ -441,7 +441,7 @@ class PlainAsyncScheduler:
         for unit in flight.units:
             request_id = unit.sequence.request_id
             self._end(request_id)
-            self._batching.failed(unit.sequence)
+            self._batching.record_failure(unit.sequence)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
                 ended.append(request_id)
@@ -484,7 +484,7 @@ class PlainAsyncScheduler:
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
         units = [
-            Unit(sequence, rows, decode=rows == 1 + len(sequence.drafted))
+            Unit(sequence, rows, decode=rows == 1 + len(sequence.draft_tokens))
             for sequence, rows in schedule.chunks
         ]
         self._units.update((unit.sequence.request_id, unit) for unit in units)
@@ -492,10 +492,14 @@ class PlainAsyncScheduler:
         self._decodes += sum(unit.decode for unit in units)
         self._ready.add(units, now)
         actions: list[Action] = []
-        if schedule.preempted:
-            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
-        if schedule.admitted:
-            actions += admit(schedule.admitted, now, self._blocks)
+        if schedule.preempted_sequences:
+            actions.append(
+                Release(
+                    [sequence.request_id for sequence in schedule.preempted_sequences], is_preemption=True
+                )
+            )
+        if schedule.admitted_sequences:
+            actions += admit(schedule.admitted_sequences, now, self._blocks)
         return actions
 
     def _next_run(self, now: float) -> list[Action]:
@@ -509,7 +513,7 @@ class PlainAsyncScheduler:
             return []
         tokens = self._ready.tokens
         if tokens.sum() < self._rows:  # experts still compute for other units
-            enough = [self._gather.alone(rows, self._load) for rows in tokens[:, 0].tolist()]
+            enough = [self._gather.runs_alone(rows, self._load) for rows in tokens[:, 0].tolist()]
             tokens = tokens * np.array(enough)[:, None]
         chosen = self._policy.choose(tokens, self._ready.waited(now)) if tokens.any() else None
         if chosen is None:

@@ -21,7 +21,7 @@ def profile_of(
         topics=np.full(requests, -1, dtype=np.int16),
         experts=experts.astype(np.int16),
     )
-    return Profile.of_routes("m", vocab_size, size, range(experts.shape[1]), routes)
+    return Profile.from_routes("m", vocab_size, size, range(experts.shape[1]), routes)
 
 
 def noise(seed: int, size: int, layers: int, k: int, requests: int = 12, length: int = 8) -> Profile:

@@ -23,7 +23,7 @@ from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.fleet.replicas import ReplicaTimeout
 from moesaic.policy.scheduling.batching import BatchLimits
-from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.microqueue import make_policy
 from moesaic.policy.scheduling.schedulers.actions import Action, Event
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, Run, StartRule
 from moesaic.policy.scheduling.schedulers.ready_queues import GatherRule
@@ -58,9 +58,9 @@ class RecordedService(ExpertServerScheduler):
         self.log.append(("barrier", time.monotonic()))
         super().client_paused(client)
 
-    def arrived(self, call: int, client: int, layer: int, experts: Any, now: float) -> None:
+    def add_call(self, call: int, client: int, layer: int, experts: Any, now: float) -> None:
         self.log.append(("arrived", now, call, client, layer, np.array(experts)))
-        super().arrived(call, client, layer, experts, now)
+        super().add_call(call, client, layer, experts, now)
 
     def next_run(self, now: float) -> Run | None:
         run = super().next_run(now)
@@ -93,7 +93,7 @@ def _serving(
         backend = TorchBackend(DEMO, layout, "cpu", "reference", 1, True)
         backend.load(held[number])
         listener = Listener("unix:@", SECRET)
-        service = RecordedService(layout.layers, policy_named("defrag"), rule)
+        service = RecordedService(layout.layers, make_policy("defrag"), rule)
         server = ExpertServer(layout, backend, listener, service, time.monotonic)
         services.append(service)
         entries.append(ServerEntry(number, 1, listener.endpoint))

@@ -14,7 +14,7 @@ from moesaic.config import RelayUse
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import Way
 from moesaic.experts.answer_check import AnswerCheck
 from moesaic.experts.backend import CallPairs
@@ -24,7 +24,7 @@ from moesaic.experts.remote import RemoteExperts
 from moesaic.experts.server import ExpertServer
 from moesaic.policy.fleet.replicas import Replicas, ReplicaTimeout
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler
 from moesaic.transport.calls import Caller
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.wakeup import Wakeup
@@ -32,7 +32,7 @@ from moesaic.transport.wakeup import Wakeup
 SECRET = b"a secret of the tests"
 EXPERTS, HIDDEN, TOP_K = 6, 3, 4
 LAYOUT = ExpertLayout({0: "a"}, "gate", "up", "down", HIDDEN, 2, EXPERTS, TOP_K, "float32")
-THERE = Way(LinkModel(1e-4, 1e9), near=False, host="b")
+THERE = Way(LinkModel(1e-4, 1e9), on_one_host=False, host="b")
 PATIENCE = 60.0
 """Seconds after which something hangs."""
 TIMEOUT = ReplicaTimeout(floor=10.0, unknown=10.0, ceiling=10.0)
@@ -110,7 +110,7 @@ class FarHost:
                 LAYOUT,
                 self.backends[number],  # type: ignore[arg-type]
                 Listener(f"unix:{folder}/{number}", SECRET),
-                ExpertServerScheduler(LAYOUT.layers, MostTokensFirst(), Enough()),
+                ExpertServerScheduler(LAYOUT.layers, MostTokensFirst(), EnoughPairs()),
                 time.monotonic,
                 relay=self.relays[number],
             )

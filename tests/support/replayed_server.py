@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.planning.sim.client import SimulatedExperts
 from moesaic.planning.sim.connection import AtBarrier, Call, Connection, Hello, Submission
 from moesaic.planning.sim.device import Device, Stream

@@ -20,12 +20,12 @@ from moesaic.planning.sim.timeline import Timeline
 from moesaic.planning.sim.worker import SimulatedWorker
 from moesaic.policy.scheduling.schedulers.actions import (
     Admit,
-    Arrived,
     BarrierPassed,
-    Cancelled,
     Emit,
     Event,
     PartsArrived,
+    RequestsArrived,
+    RequestsCancelled,
     RunSegment,
     RunStep,
     Scheduler,
@@ -199,9 +199,9 @@ class Replay:
 
     def _outside(self, event: Event) -> Callable[[], None] | None:
         match event:
-            case Arrived(requests, generated) if requests:
+            case RequestsArrived(requests, generated) if requests:
                 return lambda: self._worker.send(Submit(list(requests), list(generated)))
-            case Cancelled(request_ids):
+            case RequestsCancelled(request_ids):
                 return lambda: self._worker.send(Cancel(request_ids))
             case PartsArrived(parts):
                 return lambda: self._answer(parts)

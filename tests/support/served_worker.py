@@ -16,7 +16,7 @@ from moesaic.core.request import FinishReason, Request, SamplingParams
 from moesaic.experts.server import ExpertServer
 from moesaic.experts.torch_backend import TorchBackend
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.worker import Worker
@@ -37,7 +37,7 @@ def server(path: Path, layout: ExpertLayout, folder: Path) -> Iterator[Directory
     held = {layer: list(range(layout.num_experts)) for layer in layout.layers}
     arithmetic.load(held)
     address = f"unix:{folder}/server"
-    service = ExpertServerScheduler(layout.layers, MostTokensFirst(), Enough())
+    service = ExpertServerScheduler(layout.layers, MostTokensFirst(), EnoughPairs())
     listener = Listener(address, SECRET)
     serving = ExpertServer(layout, arithmetic, listener, service, time.monotonic)
     stopped = threading.Event()

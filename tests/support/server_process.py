@@ -38,7 +38,7 @@ def main(path: str, pace: str, fields: str = "{}") -> int:
         threading.Thread(target=_release, args=[worker], daemon=True).start()
     worker.start()
     if failing:
-        worker.connection.send(messages.Failed("--dtype: got 'float1'", user_error=True))
+        worker.connection.send(messages.WorkerFailed("--dtype: got 'float1'", user_error=True))
     else:
         worker.ready()
     try:

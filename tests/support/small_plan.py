@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.planning.deployment import demand, spec
 from moesaic.planning.deployment.search import Search
 from tests.support.small_scenario import DEVICES, MODEL
@@ -18,7 +18,7 @@ WORK: dict[str, Any] = {"rate": 60.0, "prompt": [3, 9], "answer": [4, 12]}
 def machines(devices: int = 3, hosts: int = 1) -> spec.ClusterSpec:
     """Hosts with made-up devices, at 3.6 an hour each."""
     found = spec.load(f"{devices}xh100,{hosts}hosts,price=3.6")
-    curves = paced.of_tables(DEVICES, "made up")
+    curves = paced_devices.parse_tables(DEVICES, "made up")
     pools = tuple(replace(pool, curves=curves) for pool in found.pools)
     return replace(found, pools=pools)
 

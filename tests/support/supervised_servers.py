@@ -12,7 +12,7 @@ from moesaic.core import messages
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import Directory, ServerEntry
-from moesaic.core.messages import Hold, Holds
+from moesaic.core.messages import Hold, HoldReply
 from moesaic.experts import process
 from moesaic.transport.stream import StreamConnection, stream_pair
 from moesaic.transport.wakeup import Wakeup
@@ -91,7 +91,9 @@ class Supervisor:
         said: messages of the worker. send: tells it. Returns whether all moves are made.
         """
         self._listen(0.0)
-        settled = any(isinstance(one, messages.Settled) and one.version >= self._version for one in said)
+        settled = any(
+            isinstance(one, messages.DirectorySettled) and one.version >= self._version for one in said
+        )
         if settled and not self._settled:
             self._settled = True
             self._hold(self._now)
@@ -115,10 +117,10 @@ class Supervisor:
     def _listen(self, timeout: float) -> None:
         for number, server in enumerate(self._servers):
             while (message := server.receive(timeout)) is not None:
-                assert not isinstance(message, messages.Failed), message
+                assert not isinstance(message, messages.WorkerFailed), message
                 if isinstance(message, messages.ServerReport):
                     self.pairs[number] = message.stats.pairs
-                if isinstance(message, Holds) and message.version == self._version:
+                if isinstance(message, HoldReply) and message.version == self._version:
                     self._endpoints[number] = message.endpoint
                     self._missing.discard(number)
 

@@ -22,7 +22,7 @@ from moesaic.experts.observer import ServerTrace
 from moesaic.experts.server import ExpertServer
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
 from moesaic.policy.scheduling.schedulers.actions import StepPlan
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.observer import UnobservedWorker
@@ -154,7 +154,7 @@ class Doubling:
 class Place:
     """A server that is observed, and clients on their connections."""
 
-    def __init__(self, folder: Path, clock: Clock, track: Track, rule: Enough) -> None:
+    def __init__(self, folder: Path, clock: Clock, track: Track, rule: EnoughPairs) -> None:
         layout = ExpertLayout({2: "a", 5: "b"}, "gate", "up", "down", WIDTH, 2, 4, 2, "float32")
         self.listener = Listener(f"unix:{folder}/server", SECRET)
         scheduler = ExpertServerScheduler(layout.layers, MostTokensFirst(), rule)
@@ -191,7 +191,7 @@ class Place:
 
 @pytest.fixture
 def place(tmp_path: Path, clock: Clock, track: Track) -> Iterator[Place]:
-    made = Place(tmp_path, clock, track, Enough(pairs=6, wait=1e9))
+    made = Place(tmp_path, clock, track, EnoughPairs(pairs=6, wait=1e9))
     yield made
     made.close()
 
@@ -277,7 +277,7 @@ def test_json_carries_the_file() -> None:
 
 def test_drafted_rows_are_counted_apart(track: Track, spans: Callable[[], Any]) -> None:
     """One decode with three drafted tokens, and one without."""
-    timeline, step = StepPieces(track), replace(plan(4, 4, 1), drafted=np.array([3, 0]))
+    timeline, step = StepPieces(track), replace(plan(4, 4, 1), num_draft_tokens=np.array([3, 0]))
     timeline.begin(step, "step")
     timeline.end()
     assert spans()[0].args == {"step": 4, "rows": 5, "decode": 2, "prefill": 0, "drafted": 3}

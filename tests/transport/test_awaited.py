@@ -11,7 +11,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.transport.awaited import AwaitedConnection
 from moesaic.transport.local import local_pair
 
-ONE, TWO, THREE = (messages.Settled(number) for number in range(3))
+ONE, TWO, THREE = (messages.DirectorySettled(number) for number in range(3))
 
 
 def test_what_is_sent_before_the_call_arrives_first_and_in_order() -> None:
@@ -54,8 +54,8 @@ def test_messages_are_changed_on_their_way_in() -> None:
 def test_a_process_that_will_not_come_ends_the_wait_with_its_reason() -> None:
     awaited, (ours, _) = AwaitedConnection(), local_pair()
     awaited.send(ONE)
-    threading.Timer(0.05, lambda: awaited.fail("no node", messages.Failed("no file", True))).start()
-    assert awaited.receive(None) == messages.Failed("no file", True)
+    threading.Timer(0.05, lambda: awaited.fail("no node", messages.WorkerFailed("no file", True))).start()
+    assert awaited.receive(None) == messages.WorkerFailed("no file", True)
     for _ in range(2):
         with pytest.raises(ConnectionLost, match="no node"):
             awaited.receive(None)

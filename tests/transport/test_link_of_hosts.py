@@ -10,7 +10,7 @@ import pytest
 from tests.support.hosts import Hosts, missing
 
 from moesaic.core.messages import LinkTest, Shutdown
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.transport.authentication import Deadline, Terms, prove_as_client, prove_as_server
 from moesaic.transport.calls import MIN_HEAP
 from moesaic.transport.link_test import measure

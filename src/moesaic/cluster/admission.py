@@ -13,20 +13,20 @@ from moesaic.config.values import KernelName
 from moesaic.core import messages
 
 SERVER_MESSAGES = (
-    messages.Holds,
+    messages.HoldReply,
     messages.Digests,
     messages.ServerReport,
-    messages.Failed,
+    messages.WorkerFailed,
     messages.LinkTest,  # an answer that came too late
 )
 """The messages that an expert server may send."""
-RANKS_MESSAGES = (messages.RanksWait, messages.Failed, messages.LinkTest)
+RANKS_MESSAGES = (messages.RanksWait, messages.WorkerFailed, messages.LinkTest)
 """The messages that the ranks of another host may send."""
 MESSAGES_BY_ROLE = {Role.SERVER: SERVER_MESSAGES, Role.RANKS: RANKS_MESSAGES}
 """Workers may send any message."""
 ROUTER_MESSAGES = (
     messages.Tokens,
-    messages.Admitted,
+    messages.RequestsAdmitted,
     messages.PromptLogprobs,
     messages.Stats,
     messages.KVReceived,

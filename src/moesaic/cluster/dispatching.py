@@ -67,7 +67,7 @@ def read_tables(cluster: ClusterConfig, placement: Placement | None) -> Tables |
     """The tables beside --placement. None if there are none, or if workers have no servers of their rank."""
     if cluster.placement is None or placement is None or not cluster.enable_expert_parallel:
         return None
-    return Tables.beside(cluster.placement, placement)
+    return Tables.load_for(cluster.placement, placement)
 
 
 def choose_dispatch(
@@ -91,7 +91,7 @@ def choose_dispatch(
     file = cluster.placement
     tables = None
     if file is not None and placement is not None and cluster.rebalance != "load":
-        tables = Tables.beside(file, placement)
+        tables = Tables.load_for(file, placement)
     if tables is not None:
         return name or "affinity", _affinity(cluster, tables, worth, range(tables.ranks))
     if name in ("affinity", "affinity-rounds") and cluster.rebalance != "routing":

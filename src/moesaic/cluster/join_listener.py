@@ -20,7 +20,7 @@ from moesaic.cluster.member import Role
 from moesaic.config.values import KernelName
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.policy.fleet.silence import RULE
 from moesaic.policy.placement.returning import Kept
 from moesaic.transport import address as addresses
@@ -167,6 +167,6 @@ class JoinListener:
             undo.pop_all()
             # A peer may send any text. Only names that this version knows are kept.
             sets = tuple(name for name in message.instruction_sets if name in _KERNELS)
-            fields = message.capacity, message.host, sets, message.ticket, message.kept
+            fields = message.capacity, message.host, sets, message.ticket, message.resident_experts
             parts = connection, f"{host}:{port}", role, *fields
             return RemoteProcess(*parts, link=link)

@@ -16,7 +16,7 @@ from moesaic.cluster.local import spawn_worker
 from moesaic.cluster.router import Router
 from moesaic.cluster.supervisor import Supervisor
 from moesaic.config import ClusterConfig, WorkerConfig, gpus
-from moesaic.core import curves, paced
+from moesaic.core import curves, paced_devices
 from moesaic.core.errors import ConfigError
 from moesaic.engine import Engine
 from moesaic.models import files, fingerprint
@@ -116,7 +116,7 @@ def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordCon
     if cluster is not None and cluster.is_remote:
         _check_remote(config, record, cluster)
     if cluster is not None and cluster.paced is not None:
-        paced.read(Path(cluster.paced))
+        paced_devices.read(Path(cluster.paced))
     if cluster is not None and cluster.schedule_policy_file is not None:
         curves.read(Path(cluster.schedule_policy_file))
     return files.resolve(config.model.model, config.model.revision)

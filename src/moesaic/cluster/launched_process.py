@@ -101,7 +101,7 @@ class LaunchedProcess:
         """
         config = self.settings if kernels is None else _with_kernels(self.settings, kernels)
         with contextlib.suppress(ConnectionLost):  # `receive` reports it
-            peer.connection.send(messages.Enlisted(self.joining.model or "", weights, config.to_json()))
+            peer.connection.send(messages.EnlistReply(self.joining.model or "", weights, config.to_json()))
         if self.connection.connect(peer.connection):
             self.member.host = peer.host
             self.member.host_id = "" if peer.host_id == this_host() else peer.host_id
@@ -167,11 +167,11 @@ class LaunchedProcess:
                 self.room.free()
 
     def _fail(self, reason: str, user_error: bool) -> None:
-        self.connection.fail(reason, messages.Failed(reason, user_error=True) if user_error else None)
+        self.connection.fail(reason, messages.WorkerFailed(reason, user_error=True) if user_error else None)
 
     def _name_host(self, message: messages.Message) -> messages.Message:
         """The message, with the host in what the process says about itself."""
-        if isinstance(message, messages.Failed):
+        if isinstance(message, messages.WorkerFailed):
             return replace(message, error=f"{self._host_name}: {message.error}")
         return message
 

@@ -21,12 +21,12 @@ from moesaic.cluster.members import Members
 from moesaic.config import ClusterConfig
 from moesaic.core import topology
 from moesaic.core.cluster_status import HostStatus, LinkStatus
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import FloatArray, Host, HostLink, Topology, Way
 
 LOCAL_HOST = ""
 """Name of the host of `moesaic serve`, where no file names it."""
-LOCAL_LINK = topology.UNKNOWN_INSIDE
+LOCAL_LINK = topology.ASSUMED_INTRA_HOST_LINK
 ASSUMED_LINK = LinkModel(1e-4, 1.25e9)
 """What is assumed of the link to a host that could not be measured: 10 Gbit/s."""
 
@@ -53,7 +53,7 @@ class Links:
         """Server -> the way from this worker to it. Empty if all processes are on one host."""
         host_map = self._build_host_map()
         ways = {server.number: host_map.way(client, server) for server in self._members.servers}
-        return {} if all(way.near for way in ways.values()) else ways
+        return {} if all(way.on_one_host for way in ways.values()) else ways
 
     def worth(self, worker: int, servers: Sequence[int]) -> FloatArray:
         """[S] worth, 0 to 1, of a pair that each of the servers computes for this worker.
@@ -190,7 +190,7 @@ class _HostMap:
             self.topology.link(client_host, server_host),
             client_host == server_host,
             server_host,
-            self.topology.inside,
+            self.topology.intra_host_link,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moesaic.core.endpoint import NOWHERE, Endpoint
+from moesaic.core.endpoint import NO_ENDPOINT, Endpoint
 from moesaic.core.messages import Ready, ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
 from moesaic.core.worker_info import WorkerInfo
@@ -126,7 +126,7 @@ class Member:
     last_failure: str | None = None
     complaint: str | None = None
     """Why it could not carry out its last message; None if it could."""
-    endpoint: Endpoint = NOWHERE
+    endpoint: Endpoint = NO_ENDPOINT
     """The endpoint at which clients connect to a server, once it is known."""
     last_hold: int = -1
     """The number of the last Hold that was sent to a server."""

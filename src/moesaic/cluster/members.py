@@ -194,7 +194,7 @@ class Members:
         self.set_host(member, process)
         member.weights, instruction_set = weights, self._instruction_set(member.role)
         config = self._settings.config_for_newcomer(member, layout, instruction_set)
-        answer = messages.Enlisted(self._worker_config.model.model, weights, config)
+        answer = messages.EnlistReply(self._worker_config.model.model, weights, config)
         with contextlib.suppress(ConnectionLost):  # its reader thread reports it
             process.connection.send(answer)
         self._listen(member, process)

@@ -79,7 +79,7 @@ class Newcomers:
         """Keeps the connection of a standby. Its signs of life, and those to it, need nothing else."""
         LOG.info("%s stands by", process.host)
         with contextlib.suppress(ConnectionLost):
-            answer = messages.Enlisted(str(self._model), fingerprint.compute_fingerprint(self._model), "")
+            answer = messages.EnlistReply(str(self._model), fingerprint.compute_fingerprint(self._model), "")
             process.connection.send(answer)
         connected_standbys = [
             standby for standby in self._standbys if not standby.connection.wait_for_end(0.0)

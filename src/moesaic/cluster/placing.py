@@ -44,7 +44,7 @@ def first_placement(
     """
     name = layout.fingerprint
     if placement is not None:
-        placement = placement.covering(layout.prediction)
+        placement = placement.with_layer(layout.prediction)
         placement.check(name, layout.layers, layout.num_experts)
     load = np.ones((len(layout.layers), layout.num_experts))
     redundant, least = cluster.redundant_experts, cluster.min_replicas

@@ -29,7 +29,7 @@ def union(server: int, placements: Collection[Placement | None]) -> ExpertsByLay
     """
     experts_by_layer: dict[int, set[int]] = {}
     for placement in placements:
-        for layer, experts in (placement.of(server) if placement is not None else {}).items():
+        for layer, experts in (placement.server_experts(server) if placement is not None else {}).items():
             experts_by_layer.setdefault(layer, set()).update(experts)
     return {layer: sorted(experts) for layer, experts in sorted(experts_by_layer.items())}
 

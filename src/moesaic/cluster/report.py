@@ -14,7 +14,7 @@ from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import union
 from moesaic.cluster.router import Router
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.core.cluster_status import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement, ranges
@@ -159,4 +159,4 @@ def layer_locality(placement: Placement | None, stats: ExpertStats) -> list[Laye
 
 def describe_pace(file: str) -> str:
     """A file of modelled devices, and where its figures are from."""
-    return f"{file}: {paced.read(Path(file)).source}"
+    return f"{file}: {paced_devices.read(Path(file)).source}"

@@ -16,7 +16,7 @@ from moesaic.transport.base import Connection
 
 Clock = Callable[[], float]
 """Returns seconds, monotonic."""
-WITHOUT_TOKEN = (FinishReason.ERROR, FinishReason.NOT_ALLOWED)
+WITHOUT_TOKEN = (FinishReason.ERROR, FinishReason.NO_ALLOWED_TOKEN)
 """Reasons of a request that ends without a token."""
 
 
@@ -162,15 +162,17 @@ def _select_own(message: messages.Tokens, worker: int, entries: Mapping[int, Ent
     )
 
 
-def drop_moved(message: messages.Admitted, entries: Mapping[int, Entry]) -> messages.Admitted:
+def drop_moved(message: messages.RequestsAdmitted, entries: Mapping[int, Entry]) -> messages.RequestsAdmitted:
     """The message without requests that moved, since the engine knows that they were admitted."""
     return filter_admitted(message, lambda key: key not in entries or not entries[key].has_moved)
 
 
-def filter_admitted(message: messages.Admitted, is_wanted: Callable[[int], bool]) -> messages.Admitted:
+def filter_admitted(
+    message: messages.RequestsAdmitted, is_wanted: Callable[[int], bool]
+) -> messages.RequestsAdmitted:
     """The message about those of its requests that are wanted."""
     indices = [index for index, request_id in enumerate(message.request_ids) if is_wanted(request_id)]
-    return messages.Admitted(
+    return messages.RequestsAdmitted(
         [message.request_ids[index] for index in indices],
         [message.queue_seconds[index] for index in indices],
         [message.cached_tokens[index] for index in indices],

@@ -208,7 +208,7 @@ class Router:
                 entry.worker, entry.blocks, entry.has_moved = None, {}, True
             self.moved_requests += len(orphans)
             if orphans:
-                self._outbox.put(messages.Moved(orphans))
+                self._outbox.put(messages.RequestsMoved(orphans))
             self._place(orphans)
             for entry in list(self._entries.values()):
                 if (
@@ -236,7 +236,7 @@ class Router:
                 case messages.KVNotSent(numbers):
                     self._record_unsent_kv(numbers)
                     return
-                case messages.Admitted():
+                case messages.RequestsAdmitted():
                     message = drop_moved(message, self._entries)
                 case messages.Stats() | messages.KVSent():
                     record.stats = with_report(record.stats, message)
@@ -285,7 +285,7 @@ class Router:
             entry.worker = places.decode if places.prefill is None else places.prefill
             self._enter(entry, entry.worker)
             submit = submits.setdefault(entry.worker, messages.Submit([]))
-            submit.generated.append(list(entry.tokens))
+            submit.generated_ids.append(list(entry.tokens))
             if places.prefill is None or not self._can_continue(entry, len(known_tokens) + 1):
                 submit.requests.append(entry.request)
             else:
@@ -403,7 +403,9 @@ class Router:
             self._enter(entry, transfer.decode_worker)
         entry.worker, entry.transfer = transfer.decode_worker, None
         transfers = {} if transfer.is_broken else {request.request_id: transfer.number}
-        submit = messages.Submit([without_scores(request)], [list(entry.tokens)], received=transfers)
+        submit = messages.Submit(
+            [without_scores(request)], [list(entry.tokens)], received_transfers=transfers
+        )
         send(self._workers[transfer.decode_worker], submit)
 
     def _break_off(self, entry: Entry) -> None:
@@ -429,7 +431,7 @@ def counters_only(stats: WorkerStats) -> WorkerStats:
         stats,
         running=0,
         waiting=0,
-        blocks=replace(stats.blocks, total=0, free=0, cached=0, used=0),
+        blocks=replace(stats.blocks, num_total=0, num_free=0, num_cached=0, num_used=0),
         states=StateStats(),
         speculation=replace(stats.speculation, prices=()),
         transfers=replace(stats.transfers, held_bytes=0),

@@ -298,7 +298,7 @@ class Changes:
     def _restore(self, placement: Placement | None) -> Change:
         """Restores the placement before the change, if its servers still exist."""
         now, servers = self._publisher.placement, {member.number for member in self._members.servers}
-        if placement is None or now is None or placement.held == now.held:
+        if placement is None or now is None or placement.experts_by_layer == now.experts_by_layer:
             return
         if set(placement.servers) <= servers:
             yield from self._move(replace(placement, version=now.version + 1))

@@ -295,18 +295,20 @@ class Supervisor:
                 member.kv = message
             case messages.FaultyServer(server, incarnation, reason):
                 self._trust.blame(server, incarnation, reason)
-            case messages.Settled(version):
+            case messages.DirectorySettled(version):
                 member.settled_version = version
-            case messages.Holds():
+            case messages.HoldReply():
                 self._trust.weights.record_holds(member, message)
             case messages.Digests():
                 self._trust.weights.record_digests(member, message)
             case messages.ServerReport(stats, load):
                 member.stats = stats
                 self._changes.add_report(member, load)
-            case messages.Failed() if message.user_error and not (self._has_announced or member.is_spare):
+            case messages.WorkerFailed() if message.user_error and not (
+                self._has_announced or member.is_spare
+            ):
                 self._router.tell(message)
-            case messages.Failed():
+            case messages.WorkerFailed():
                 member.complaint = message.error
                 self._note(f"{member.name}: {message.error}")
             # All workers load the same files, so the progress of the first one stands for all.
@@ -397,10 +399,10 @@ class Supervisor:
         try:
             self._first_placement.set_layout(layout)
         except ConfigError as error:
-            self._router.tell(messages.Failed(str(error), user_error=True))
+            self._router.tell(messages.WorkerFailed(str(error), user_error=True))
             return
         file = self._placement_file
-        self._changes.set_layout(layout, None if file is None else file.covering(layout.prediction))
+        self._changes.set_layout(layout, None if file is None else file.with_layer(layout.prediction))
         self._trust.weights.set_layout(layout)
         for member in self._members.servers:
             self._spawn(member)

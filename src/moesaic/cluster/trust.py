@@ -45,7 +45,7 @@ class Trust:
                     self._note(f"{member.name} {reason}: killing it")
                     member.child.kill()
 
-    def _accept_server(self, member: Member, message: messages.Holds) -> None:
+    def _accept_server(self, member: Member, message: messages.HoldReply) -> None:
         """Lets a server serve that has loaded its experts, if their weights are right."""
         member.endpoint, member.confirmed_hold = message.endpoint, message.version
         member.kernels, member.threads = message.kernels, message.threads

@@ -36,7 +36,7 @@ class _CheckedServer:
 
     equal: set[tuple[int, int]] = field(default_factory=set)
     """(layer, expert) pairs whose bytes are those of the checkpoint here."""
-    waiting: messages.Holds | None = None
+    waiting: messages.HoldReply | None = None
     """The last Holds of the server, which is not passed on yet."""
     receipt_time: float = 0.0
     """When `waiting` came."""
@@ -54,7 +54,7 @@ class WeightCheck:
         self,
         path: Path,
         run_later: Callable[[Callable[[], None]], None],
-        accept: Callable[[Member, messages.Holds], None],
+        accept: Callable[[Member, messages.HoldReply], None],
         refuse: Callable[[Member, str], None],
         clock: Callable[[], float],
     ) -> None:
@@ -76,7 +76,7 @@ class WeightCheck:
         arguments = ExpertDigests(self._path, layout), layout
         threading.Thread(target=self._run, args=arguments, name="digesting", daemon=True).start()
 
-    def record_holds(self, member: Member, message: messages.Holds) -> None:
+    def record_holds(self, member: Member, message: messages.HoldReply) -> None:
         """Keeps the Holds of a server that joined until its experts were compared. Passes on all others."""
         if not member.has_tcp_connection:
             self._accept(member, message)

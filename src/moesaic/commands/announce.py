@@ -82,7 +82,7 @@ class Announcer:
         """Handle one message of the worker."""
         match message:
             case Loading():
-                self._bar.update(self._task, completed=message.done, total=message.total)
+                self._bar.update(self._task, completed=message.bytes_read, total=message.total_bytes)
             case Ready() if not self._has_announced:
                 self._has_announced = True
                 self._bar.stop()

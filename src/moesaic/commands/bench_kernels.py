@@ -17,7 +17,7 @@ from moesaic.commands.plan import find_model
 from moesaic.commands.processes import in_text
 from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
@@ -88,7 +88,7 @@ def time_operations(options: KernelsBench) -> Report:
 
 
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
-    model_type = COMPRESSED if model.compressed else model.quantized
+    model_type = COMPRESSED_DTYPE if model.compressed else model.quantized
     types = options.types or tuple(dict.fromkeys((*USUAL, *((model_type,) if model_type else ()))))
     if kernels.can_use_quantized:
         return types

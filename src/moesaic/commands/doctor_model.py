@@ -23,8 +23,15 @@ from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, QUANT_METHOD, QUANTIZED, is_packed, unquantized
 from moesaic.core.text_config import TEXT
+from moesaic.core.weight_types import (
+    COMPRESSED_DTYPE,
+    NUMBER_BYTES,
+    QUANT_METHOD,
+    QUANTIZATIONS,
+    is_packed,
+    is_unquantized,
+)
 from moesaic.cost.assumed import assumed
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.reading import number_type, read
@@ -141,7 +148,7 @@ def _claims(source: FoundModel, raw: dict[str, Any]) -> Claims | None:
     if source.directory is not None:
         return Claims(source.directory)
     configs = [config for config in (raw, raw.get(TEXT)) if isinstance(config, dict)]
-    if source.index is None or not all(map(unquantized, configs)):
+    if source.index is None or not all(map(is_unquantized, configs)):
         return None
     return IndexClaims(source.index.parent)
 
@@ -157,7 +164,7 @@ def _describe_storage(source: FoundModel, raw: dict[str, Any], spec: ModelSpec |
         if quantization is None
         else str(quantization.get("quant_method") if isinstance(quantization, dict) else quantization)
     )
-    kind, sizes = COMPRESSED if method == QUANT_METHOD else number_type(raw), source.files
+    kind, sizes = COMPRESSED_DTYPE if method == QUANT_METHOD else number_type(raw), source.files
     with contextlib.suppress(MoesaicError):  # already a line of the report
         kind = registry.quantised_type(raw) or kind
     if source.directory is not None:
@@ -253,7 +260,7 @@ def _judge(
     loads = partial(registry.type_in_memory, device=target.device, kernels=table.pick(target.device))
     number = target.cache_number(loads(stored_type))
     memory = Memory(target.memory, AUTO_SHARE_CUDA if target.gpu else AUTO_SHARE, number)
-    plain_type = stored_type if stored_type in NUMBER_BYTES else COMPRESSED
+    plain_type = stored_type if stored_type in NUMBER_BYTES else COMPRESSED_DTYPE
     model = _in_memory(sizes, loads(stored_type), target, command.source)
     fits = []
     for candidate in outlook.list_formats(sizes, plain_type, stored_type):
@@ -315,7 +322,7 @@ def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, sourc
                 return replace(model, computed=ROW_BYTES)
     return (
         convert_sizes(sizes, loaded_type, source.read())
-        if loaded_type in QUANTIZED
+        if loaded_type in QUANTIZATIONS
         else in_format(sizes, loaded_type, gpu=False)
     )
 

@@ -16,7 +16,7 @@ from moesaic.commands.options import MeasureHardware
 from moesaic.commands.progress import progress
 from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
-from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.cost.hardware import Hardware
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
@@ -93,7 +93,7 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
         )
     except (OSError, ValueError, MoesaicError):
         return effort  # without a model, products of the usual sizes are measured
-    packed_type = COMPRESSED if model.compressed else model.quantized
+    packed_type = COMPRESSED_DTYPE if model.compressed else model.quantized
     packed_type = packed_type if packed_type is not None and is_packed(packed_type) else None
     sizes = effort.products.with_experts(model.hidden, model.expert_width, round(model.top_k), packed_type)
     converting = None

@@ -67,7 +67,7 @@ def measure_phases(worker_plan: WorkerPlan, passes: Sequence[PassStats]) -> list
 
 def _phase(worker_plan: WorkerPlan, name: str, passes: Sequence[PassStats]) -> PhaseReport:
     loaded_bytes, busy = (
-        sum(stats.loaded for stats in passes),
+        sum(stats.loaded_bytes for stats in passes),
         sum(stats.busy.get("down", 0.0) for stats in passes),
     )
     # The link of a GPU also carries rows and cache, so that its busy time is not that of weights alone.

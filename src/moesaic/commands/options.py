@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from moesaic.config import Device, KernelName, LogLevel, check_threads
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import OF_EXPERTS, is_native
+from moesaic.core.weight_types import NATIVE_DTYPES, is_native
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class KernelsBench:
             raise ConfigError.field("--seconds", self.seconds, "a number above 0")
         for name in self.types:
             if not is_native(name):
-                raise ConfigError.field("--types", name, ", ".join(OF_EXPERTS))
+                raise ConfigError.field("--types", name, ", ".join(NATIVE_DTYPES))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class _SolverRunner:
         if topology is None:
             return None
         places = topology.worker_places(), topology.server_places(ranks), len(topology.hosts)
-        return HostMap(topology.prices(ranks), *places, topology.beside(ranks))
+        return HostMap(topology.prices(ranks), *places, topology.has_ranks(ranks))
 
     @property
     def prices(self) -> FloatArray | None:
@@ -173,7 +173,7 @@ def _write(profile: Profile, options: Place, name: str, runner: _SolverRunner) -
     file = options.output_file.with_suffix(TABLES)
     tables = redundancy.tables_of(profile, clusters, placement)
     save(
-        Placement(0, placement.num_experts, placement.held, placement.model, file.name),
+        Placement(0, placement.num_experts, placement.experts_by_layer, placement.model, file.name),
         tables,
         options.output_file,
     )

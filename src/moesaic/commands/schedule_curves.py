@@ -11,7 +11,7 @@ from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.kernels import table
 from moesaic.planning.hardware.products import random
-from moesaic.policy.scheduling.minimum_batch import MOST, Decisions, cpu_curves
+from moesaic.policy.scheduling.minimum_batch import MAX_THRESHOLD, Decisions, cpu_curves
 
 MODEL = "Qwen3-30B-A3B"
 HIDDEN, WIDTH, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -53,7 +53,7 @@ def find(gpu: str | None, threads: int) -> Schedule:
     if gpu is None:
         return derive_schedule(cpu_curves(expert, OTHER_WEIGHTS, threads, _ratio(threads)))
     gpu_curves = of_device(gpu, expert, OTHER_WEIGHTS, 2.0)
-    return derive_schedule(gpu_curves or replace(cpu_curves(expert, OTHER_WEIGHTS), shared=False))
+    return derive_schedule(gpu_curves or replace(cpu_curves(expert, OTHER_WEIGHTS), shares_cores=False))
 
 
 def derive_schedule(curves: DeviceCurves) -> Schedule:
@@ -65,10 +65,10 @@ def derive_schedule(curves: DeviceCurves) -> Schedule:
         MODEL,
         _run_milliseconds(curves.attention, 0),
         _run_milliseconds(curves.experts, 1),
-        curves.shared,
-        None if separate == MOST else separate,
-        decisions.told_rows,
-        decisions.waited_pairs(EXPERTS),
+        curves.shares_cores,
+        None if separate == MAX_THRESHOLD else separate,
+        decisions.partial_answer_rows,
+        decisions.min_call_pairs(EXPERTS),
         decisions.has_expert_queues,
     )
 

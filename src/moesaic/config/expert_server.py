@@ -63,7 +63,7 @@ class ExpertServerConfig:
         layout, queues = parts.pop("layout"), QueueConfig(**parts.pop("queues"))
         prefixes = {int(layer): prefix for layer, prefix in layout.pop("prefixes").items()}
         activation = Activation(**layout.pop("activation"))
-        others = {int(layer): dtype for layer, dtype in layout.pop("others").items()}
-        read = ExpertLayout(prefixes=prefixes, activation=activation, others=others, **layout)
+        layer_dtypes = {int(layer): dtype for layer, dtype in layout.pop("layer_dtypes").items()}
+        read = ExpertLayout(prefixes=prefixes, activation=activation, layer_dtypes=layer_dtypes, **layout)
         devices = tuple(parts.pop("devices"))
         return cls(layout=read, queues=queues, devices=devices, **parts)

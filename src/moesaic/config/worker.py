@@ -368,7 +368,7 @@ class WorkerConfig:
 
     def _check_speculation(self, text: str) -> None:
         """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""
-        SpeculativeConfig.of(text)
+        SpeculativeConfig.parse(text)
         for flag, conflict in (("--fast-memory", self.offload), ("--record-routing", self.record)):
             if conflict is not None:
                 raise ConfigError.field("--speculative-config", text, f"nothing with {flag}")
@@ -384,7 +384,7 @@ class WorkerConfig:
         model, cache = ModelConfig(**parts.pop("model")), CacheConfig(**parts.pop("cache"))
         scheduler, cpus = SchedulerConfig(**parts.pop("scheduler")), tuple(parts.pop("cpus"))
         parallel, offload = ParallelConfig(**parts.pop("parallel")), parts.pop("offload")
-        offload = None if offload is None else Offload.of(offload)
+        offload = None if offload is None else Offload.from_json(offload)
         queues = QueueConfig(**parts.pop("queues"))
         parts["devices"] = tuple(parts["devices"])  # JSON has lists only
         return cls(model, cache, scheduler, parallel, cpus=cpus, offload=offload, queues=queues, **parts)

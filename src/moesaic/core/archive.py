@@ -17,7 +17,7 @@ from moesaic.core.errors import ConfigError
 T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[Any]]
 
-DAMAGED = (
+DAMAGE_ERRORS = (
     *(ValueError, TypeError, EOFError, IndexError, RuntimeError, SyntaxError, MemoryError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, TokenError),
 )
@@ -26,25 +26,26 @@ DAMAGED = (
 
 def save(path: Path, arrays: Mapping[str, Any], compress: bool = True) -> None:
     """Write the file. After a failure the old file is unchanged."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
+    temporary = path.with_name(path.name + ".tmp")
+    # A rename is atomic, so a reader never sees half of a file.
+    with temporary.open("wb") as file:
         (np.savez_compressed if compress else np.savez)(file, **arrays)
-    unfinished.replace(path)
+    temporary.replace(path)
 
 
-def load(path: Path, what: str, make: Callable[[Arrays], T]) -> T:
+def load(path: Path, kind: str, make: Callable[[Arrays], T]) -> T:
     """Read the file and return `make(arrays)`.
 
-    `make` raises KeyError for a missing array and ValueError for a wrong one. what: the kind of file, with
+    `make` raises KeyError for a missing array and ValueError for a wrong one. kind: the kind of file, with
     its article. Raises ConfigError with one line that names the file.
     """
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            found = {name: archive[name] for name in archive.files}
-        return make(found)
+            arrays = {name: archive[name] for name in archive.files}
+        return make(arrays)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or f'not {what}'}") from error
+        raise ConfigError(f"{path}: {error.strerror or f'not {kind}'}") from error
     except KeyError as error:
-        raise ConfigError(f"{path}: not {what}: it has no {error.args[0]!r}") from error
-    except DAMAGED as error:
-        raise ConfigError(f"{path}: not {what}: {error}") from error
+        raise ConfigError(f"{path}: not {kind}: it has no {error.args[0]!r}") from error
+    except DAMAGE_ERRORS as error:
+        raise ConfigError(f"{path}: not {kind}: {error}") from error

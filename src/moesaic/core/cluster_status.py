@@ -12,7 +12,7 @@ from moesaic.core.tokens import IntArray
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One member of the cluster and its current process."""
+    """A member of the cluster and its current process."""
 
     name: str
     """Role and number, such as "expert server 0"."""
@@ -58,7 +58,7 @@ class HostStatus:
     """A host of the cluster."""
 
     name: str
-    """As in --topology, or its address. Empty: the host of `moesaic serve`."""
+    """The name of the host in --topology, or its address. Empty: the host of `moesaic serve`."""
     processes: list[str]
     """Names of the members there."""
 
@@ -119,7 +119,7 @@ class Failure:
     time: float
     """Seconds since 1970."""
     what: str
-    """One line for the user."""
+    """A line that tells the user what happened."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class PlacementSolve:
     """
 
     state: str
-    """One line: solving, swapped, or why not."""
+    """A line that says that the solver runs, that its placement was swapped in, or why not."""
     solves: int = 0
     """Solves that gave a placement."""
     swaps: int = 0
@@ -201,7 +201,7 @@ class ClusterStatus:
     placement_version: int | None
     """None while there is no placement."""
     change: str | None
-    """One line about the change in progress, or None."""
+    """A line about the change in progress, or None."""
     processes: list[ProcessStatus]
     replicas: list[LayerReplicas]
     failures: list[Failure]
@@ -214,7 +214,7 @@ class ClusterStatus:
     dispatch: str = "least-loaded"
     """How an attention worker is chosen for a request."""
     locality: list[LayerLocality] = field(default_factory=list)
-    """One entry per layer with routed experts. Empty where workers have no server of their own rank."""
+    """The pairs of each layer with routed experts. Empty where workers have no server of their own rank."""
     placement_solve: PlacementSolve | None = None
     """None without --rebalance routing."""
     paced: str | None = None

@@ -38,8 +38,8 @@ class Coclusters:
         layers: their indices in the model. tables: name of the file with the tables, which is beside the
         placement.
         """
-        held = {
+        experts_by_layer = {
             layer: {rank: np.flatnonzero(row == rank).tolist() for rank in range(self.ranks)}
             for layer, row in zip(layers, self.experts, strict=True)
         }
-        return Placement(0, self.experts.shape[1], held, model, tables)
+        return Placement(0, self.experts.shape[1], experts_by_layer, model, tables)

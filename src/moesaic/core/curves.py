@@ -72,7 +72,7 @@ class DeviceCurves:
     """A run of an attention worker: what lies between the experts of two layers. Its rows are tokens."""
     experts: Curve
     """A run of an expert server. Its rows are (row, expert) pairs."""
-    shared: bool = False
+    shares_cores: bool = False
     """Whether workers and servers compute on the same cores. Then a worker that waits leaves its cores to
     others. Where each has a device of its own, the device is idle meanwhile."""
     thresholds: Thresholds = Thresholds()
@@ -84,12 +84,14 @@ def read(path: Path) -> DeviceCurves:
 
     Raises ConfigError that names the file, and the key with what is allowed.
     """
-    checks, tables = Tables(FLAG, str(path)), tables_of(FLAG, path)
-    checks.only(tables, "", "source", "shared", "attention", "experts", "thresholds", "link", "dilation")
+    checks, tables = TableChecker(FLAG, str(path)), read_tables(FLAG, path)
+    checks.check_keys(
+        tables, "", "source", "shared", "attention", "experts", "thresholds", "link", "dilation"
+    )
     return checks.device_curves(tables)
 
 
-def tables_of(flag: str, path: Path) -> Mapping[str, Any]:
+def read_tables(flag: str, path: Path) -> Mapping[str, Any]:
     """The tables of a TOML file. Raises ConfigError that names the flag and the file."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -100,7 +102,7 @@ def tables_of(flag: str, path: Path) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True)
-class Tables:
+class TableChecker:
     """Checks the tables of one file. Every method raises ConfigError that names the key."""
 
     flag: str
@@ -116,21 +118,23 @@ class Tables:
         attention, experts = self.curve(tables, "attention"), self.curve(tables, "experts", "per_expert_ms")
         return DeviceCurves(source, attention, experts, shared, self.thresholds(tables))
 
-    def curve(self, tables: Mapping[str, Any], name: str, *more: str) -> Curve:
-        """The curve of a table with points_ms. more: per_expert_ms, where it is allowed."""
-        table = self.table(tables, name, "points_ms", *more)
-        given, key = table.get("points_ms"), f"{name}.points_ms"
+    def curve(self, tables: Mapping[str, Any], name: str, *further_keys: str) -> Curve:
+        """The curve of a table with points_ms. further_keys: per_expert_ms, where it is allowed."""
+        table = self.table(tables, name, "points_ms", *further_keys)
+        points, key = table.get("points_ms"), f"{name}.points_ms"
         allowed = "a list of [rows, milliseconds], both at least 0, by ascending rows"
-        if not isinstance(given, list) or not given:
-            raise self.wrong(key, given, allowed)
-        for one in given:
+        if not isinstance(points, list) or not points:
+            raise self.wrong(key, points, allowed)
+        for one in points:
             if not isinstance(one, list) or len(one) != 2 or not all(_is_number(number) for number in one):
                 raise self.wrong(key, one, allowed)
-        rows = [float(one[0]) for one in given]
+        rows = [float(one[0]) for one in points]
         if rows != sorted(set(rows)):
-            raise self.wrong(key, given, allowed)
-        per_expert = self.number({"per_expert_ms": 0.0, **table}, f"{name}.per_expert_ms") if more else 0.0
-        return Curve(tuple((float(r), 1e-3 * ms) for r, ms in given), 1e-3 * per_expert)
+            raise self.wrong(key, points, allowed)
+        per_expert = (
+            self.number({"per_expert_ms": 0.0, **table}, f"{name}.per_expert_ms") if further_keys else 0.0
+        )
+        return Curve(tuple((float(r), 1e-3 * ms) for r, ms in points), 1e-3 * per_expert)
 
     def thresholds(self, tables: Mapping[str, Any]) -> Thresholds:
         """The table `thresholds`, which may be missing."""
@@ -143,31 +147,30 @@ class Tables:
 
     def table(self, tables: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:
         """A table with no other keys than these."""
-        found = tables.get(name)
-        if not isinstance(found, dict):
-            raise self.wrong(name, found, f"a table with {', '.join(keys)}")
-        self.only(found, f"{name}.", *keys)
-        return found
+        value = tables.get(name)
+        if not isinstance(value, dict):
+            raise self.wrong(name, value, f"a table with {', '.join(keys)}")
+        self.check_keys(value, f"{name}.", *keys)
+        return value
 
-    def number(self, table: Mapping[str, Any], key: str, above: bool = False) -> float:
+    def number(self, table: Mapping[str, Any], key: str, positive: bool = False) -> float:
         """A number of at least 0, or above 0."""
         value: Any = table.get(key.rpartition(".")[2])
-        if not _is_number(value) or (above and value == 0):
-            raise self.wrong(key, value, "a number above 0" if above else "a number of at least 0")
+        if not _is_number(value) or (positive and value == 0):
+            raise self.wrong(key, value, "a number above 0" if positive else "a number of at least 0")
         return float(value)
 
-    def only(self, table: Mapping[str, Any], before: str, *allowed_values: str) -> None:
+    def check_keys(self, table: Mapping[str, Any], prefix: str, *keys: str) -> None:
         """Refuses other keys than these."""
-        unknown = [key for key in table if key not in allowed_values]
+        unknown = [key for key in table if key not in keys]
         if unknown:
             raise ConfigError(
-                f"{self.flag}: {self.name}: unknown {before}{unknown[0]}; "
-                f"allowed: {', '.join(allowed_values)}"
+                f"{self.flag}: {self.name}: unknown {prefix}{unknown[0]}; allowed: {', '.join(keys)}"
             )
 
-    def wrong(self, key: str, value: object, allowed: str) -> ConfigError:
+    def wrong(self, key: str, value: object, allowed_values: str) -> ConfigError:
         """The error of a key."""
-        return ConfigError(f"{self.flag}: {self.name}: {key}: got {value!r}; allowed: {allowed}")
+        return ConfigError(f"{self.flag}: {self.name}: {key}: got {value!r}; allowed: {allowed_values}")
 
 
 def _is_number(value: object) -> bool:

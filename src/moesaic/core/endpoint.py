@@ -16,8 +16,8 @@ class Endpoint:
     host: str = ""
     """Host of the process (`transport.host`). Empty: not known, and `address` is for all."""
 
-    def seen_from(self, host: str) -> str:
-        """The address that a process of `host` uses.
+    def address_for(self, host: str) -> str:
+        """The address at which a process of `host` connects.
 
         >>> Endpoint("unix:@a", "tcp:10.0.0.2:80", "one").seen_from("two")
         'tcp:10.0.0.2:80'
@@ -25,5 +25,5 @@ class Endpoint:
         return self.remote if self.remote and self.host != host else self.address
 
 
-NOWHERE = Endpoint("")
+NO_ENDPOINT = Endpoint("")
 """The endpoint of a process that has not said where it is reached."""

@@ -27,9 +27,9 @@ class ConfigError(MoesaicError):
     """A setting is wrong. The command line exits with code 2."""
 
     @classmethod
-    def field(cls, name: str, value: object, allowed: str) -> ConfigError:
+    def field(cls, name: str, value: object, allowed_values: str) -> ConfigError:
         """The one-line form: the field, its value, and what is allowed."""
-        return cls(f"{name}: got {value!r}; allowed: {allowed}")
+        return cls(f"{name}: got {value!r}; allowed: {allowed_values}")
 
 
 class CheckpointError(ConfigError):
@@ -37,7 +37,7 @@ class CheckpointError(ConfigError):
 
 
 class RequestError(MoesaicError):
-    """One request is wrong. `field` is the parameter at fault, as the client spelled it."""
+    """The request is wrong. `field` is the parameter at fault, as the client spelled it."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -48,15 +48,15 @@ class RequestError(MoesaicError):
 class TemplateError(MoesaicError):
     """A chat template failed. The message is a predicate, such as "ran for more than 5 seconds".
 
-    refused: the template or Jinja raised an error, and the message says which. too_long: the rendered text is
-    longer than allowed. fatal: the process that rendered it is of no more use.
+    is_refusal: the template or Jinja raised an error, and the message says which. too_long: the rendered text
+    is longer than allowed. fatal: the process that rendered it is of no more use.
     """
 
     def __init__(
-        self, message: str, *, refused: bool = False, too_long: bool = False, fatal: bool = False
+        self, message: str, *, is_refusal: bool = False, too_long: bool = False, fatal: bool = False
     ) -> None:
         super().__init__(message)
-        self.refused = refused
+        self.is_refusal = is_refusal
         self.too_long = too_long
         self.fatal = fatal
 
@@ -87,7 +87,7 @@ class ScalingError(MoesaicError):
 class ConnectionLost(MoesaicError):
     """The other end of a transport closed, died or sent invalid data."""
 
-    def again(self) -> ConnectionLost:
+    def copy(self) -> ConnectionLost:
         """A copy of this error to raise.
 
         A stored error that is raised again would keep references to the frames of every traceback.

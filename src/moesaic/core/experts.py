@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.placement import fingerprint
-from moesaic.core.stored import of_matrices, row_bytes
 from moesaic.core.topology import Way
+from moesaic.core.weight_types import row_bytes, split_dtype
 
 
 def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int, weights: str = "") -> str:
@@ -16,7 +16,7 @@ def model_name(layers: Sequence[int], num_experts: int, hidden: int, width: int,
     return fingerprint("moe", layers, num_experts, hidden, width, weights)
 
 
-Stored = tuple[str, *tuple[int, ...]]
+NamedShape = tuple[str, *tuple[int, ...]]
 """Name and shape of a tensor of a checkpoint."""
 
 
@@ -29,7 +29,7 @@ class Activation:
     """
 
     alpha: float = 1.0
-    added: float = 0.0
+    up_offset: float = 0.0
     limit: float | None = None
     """None: nothing is limited."""
 
@@ -37,9 +37,9 @@ class Activation:
 SILU = Activation()
 ROWS, BIASED_ROWS, COLUMNS, DOWN_COLUMNS = "rows", "biased rows", "columns", "down in columns"
 """How a checkpoint stores an expert: see `ExpertLayout.form`."""
-BIASED = (BIASED_ROWS, COLUMNS)
+FORMS_WITH_BIASES = (BIASED_ROWS, COLUMNS)
 """The forms with biases."""
-TURNED = (COLUMNS, DOWN_COLUMNS)
+TRANSPOSED_FORMS = (COLUMNS, DOWN_COLUMNS)
 """The forms with matrices in columns, which become rows when they are loaded."""
 PARTS = {ROWS: 3, BIASED_ROWS: 6, COLUMNS: 6, DOWN_COLUMNS: 3}
 """How many tensors an expert has in memory: gate, up and down, then their biases in the same order."""
@@ -57,9 +57,9 @@ class ExpertLayout:
 
     Expert E has the tensors `PREFIX.E.gate.weight`, and so for up and down, where `form` is ROWS.
     """
-    gate: str
-    up: str
-    down: str
+    gate_name: str
+    up_name: str
+    down_name: str
     """`gate`, `up` and `down` are the words for the three matrices in tensor names."""
     hidden: int
     """Size of a hidden state."""
@@ -83,14 +83,14 @@ class ExpertLayout:
     matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4). DOWN_COLUMNS: as ROWS, but down is [w, h]
     (DBRX)."""
     activation: Activation = SILU
-    others: dict[int, str] = field(default_factory=dict)
+    layer_dtypes: dict[int, str] = field(default_factory=dict)
     """Layer -> the type of its experts, for layers where that is not `dtype`."""
     prediction: int | None = None
     """The layer of `prefixes` that predicts the token after the next one. None: none of them does."""
 
     def dtype_of(self, layer: int) -> str:
         """The type that kernels read in a layer."""
-        return self.others.get(layer, self.dtype)
+        return self.layer_dtypes.get(layer, self.dtype)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class ExpertLayout:
 
     @property
     def model_layers(self) -> tuple[int, ...]:
-        """As `layers`, without the one that predicts the token after the next one."""
+        """The layers of `layers`, without the one that predicts the token after the next one."""
         return tuple(layer for layer in self.layers if layer != self.prediction)
 
     @property
@@ -110,7 +110,7 @@ class ExpertLayout:
     @property
     def parameters(self) -> int:
         """Number of weights in all routed experts."""
-        biases = self.hidden + 2 * self.width if self.form in BIASED else 0
+        biases = self.hidden + 2 * self.width if self.form in FORMS_WITH_BIASES else 0
         return len(self.prefixes) * self.num_experts * (3 * self.hidden * self.width + biases)
 
     @property
@@ -133,23 +133,23 @@ class ExpertLayout:
 
     @property
     def _types(self) -> set[str]:
-        return {self.dtype, *self.others.values()}
+        return {self.dtype, *self.layer_dtypes.values()}
 
     def bytes_of(self, dtype: str) -> tuple[int, ...]:
-        """As `matrix_bytes`, of layers where experts have this type."""
-        of_inner, of_down = of_matrices(dtype)
-        inner = self.width * row_bytes(of_inner, self.hidden)
-        matrices = inner, inner, self.hidden * row_bytes(of_down, self.width)
+        """The numbers of `matrix_bytes` for layers whose experts have this type."""
+        inner_dtype, down_dtype = split_dtype(dtype)
+        inner = self.width * row_bytes(inner_dtype, self.hidden)
+        matrices = inner, inner, self.hidden * row_bytes(down_dtype, self.width)
         biases = 4 * self.width, 4 * self.width, 4 * self.hidden
-        return matrices + biases if self.form in BIASED else matrices
+        return matrices + biases if self.form in FORMS_WITH_BIASES else matrices
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all routed experts."""
-        each = (sum(self.bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
-        return self.num_experts * sum(each)
+        layer_bytes = (sum(self.bytes_of(self.dtype_of(layer))) for layer in self.prefixes)
+        return self.num_experts * sum(layer_bytes)
 
-    def tensors(self, layer: int, expert: int) -> tuple[Stored, ...]:
+    def tensors(self, layer: int, expert: int) -> tuple[NamedShape, ...]:
         """Name and shape of what the checkpoint stores of an expert.
 
         ROWS: the gate [w, h], up [w, h] and down [h, w] matrices. COLUMNS: see `column_tensors`.
@@ -159,18 +159,20 @@ class ExpertLayout:
         if self.form == COLUMNS:
             return column_tensors(prefix, self.hidden, self.width)
         if self.form == DOWN_COLUMNS:
-            words = self.gate, self.up, self.down
+            words = self.gate_name, self.up_name, self.down_name
             return tuple((f"{prefix}.{word}", self.width, self.hidden) for word in words)
         biases = column_tensors(prefix, self.hidden, self.width)[2:] if self.form == BIASED_ROWS else ()
         return (
-            (f"{prefix}.{self.gate}.weight", self.width, self.hidden),
-            (f"{prefix}.{self.up}.weight", self.width, self.hidden),
-            (f"{prefix}.{self.down}.weight", self.hidden, self.width),
+            (f"{prefix}.{self.gate_name}.weight", self.width, self.hidden),
+            (f"{prefix}.{self.up_name}.weight", self.width, self.hidden),
+            (f"{prefix}.{self.down_name}.weight", self.hidden, self.width),
             *biases,
         )
 
 
-def column_tensors(prefix: str, hidden: int, width: int) -> tuple[Stored, Stored, Stored, Stored]:
+def column_tensors(
+    prefix: str, hidden: int, width: int
+) -> tuple[NamedShape, NamedShape, NamedShape, NamedShape]:
     """Name and shape of gate and up [h, 2w], down [w, h], and the biases of both, of an expert in COLUMNS.
 
     prefix: of the expert's tensors, with its id.
@@ -188,7 +190,7 @@ class ServerEntry:
     """An expert server that clients can use."""
 
     server: int
-    """Its id, which stays the same when its process is replaced."""
+    """The id of the server, which stays the same when its process is replaced."""
     incarnation: int
     """Counts the processes that had this id. When it grows, clients connect again."""
     endpoint: Endpoint
@@ -202,7 +204,7 @@ class Directory:
     servers: list[ServerEntry]
     experts: dict[int, dict[int, list[int]]] = field(default_factory=dict)
     """Server -> layer -> its logical experts."""
-    suspected: list[int] = field(default_factory=list)
+    suspected_servers: list[int] = field(default_factory=list)
     """Servers of other hosts that the supervisor has not heard for a while. They may be asked if no other
     server has the experts."""
     ways: dict[int, Way] = field(default_factory=dict)

@@ -35,7 +35,7 @@ class KVTarget:
     transfer: int
     """Number of the transfer, never used for another one."""
     endpoint: Endpoint
-    """Of the worker that goes on with the request."""
+    """The endpoint of the worker that goes on with the request."""
     secret: bytes
     """What this worker requires."""
 
@@ -45,11 +45,11 @@ class Submit:
     """New requests, in order of arrival."""
 
     requests: list[Request]
-    generated: list[list[int]] = field(default_factory=list)
+    generated_ids: list[list[int]] = field(default_factory=list)
     """Tokens that each request already got from another worker. Empty when none did."""
     targets: dict[int, KVTarget] = field(default_factory=dict)
-    """For a prefill worker: request -> where its KV goes."""
-    received: dict[int, int] = field(default_factory=dict)
+    """Request -> where its KV goes. Only a prefill worker gets any."""
+    received_transfers: dict[int, int] = field(default_factory=dict)
     """Request -> the transfer that brought its KV to this worker. Not listed: none did."""
 
 
@@ -87,9 +87,9 @@ class Serving:
 class Loading:
     """How much of the checkpoint is read, for a progress line."""
 
-    done: int
+    bytes_read: int
     """Bytes read."""
-    total: int
+    total_bytes: int
     """Bytes in the checkpoint."""
 
 
@@ -99,13 +99,13 @@ class Ready:
 
     info: WorkerInfo
     weights: str = ""
-    """Of a worker that joined: fingerprint of its checkpoint."""
+    """The fingerprint of the checkpoint of a worker that joined. Empty for other workers."""
     nvshmem: bytes = b""
-    """With --transport nvshmem: name of a job that this worker can be PE 0 of. Empty: it can join none."""
+    """The name of an NVSHMEM job that this worker can be PE 0 of. Empty: it can join none."""
 
 
 @dataclass(frozen=True)
-class Admitted:
+class RequestsAdmitted:
     """Requests that left the waiting queue for the first time. Parallel lists."""
 
     request_ids: list[int]
@@ -119,7 +119,7 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Moved:
+class RequestsMoved:
     """The worker of these requests has died or left. Other workers go on with them.
 
     The router sends it, which keeps the requests of all workers.
@@ -139,7 +139,7 @@ class Tokens:
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Empty when no request of the step wants them."""
     routes: list[TokenRoute | None] = field(default_factory=list)
-    """As `logprobs`."""
+    """The routes of the sampled tokens. Empty when no request of the step wants them."""
 
     def __post_init__(self) -> None:
         """Raises ValueError, which `transport.stream` reports as damage."""
@@ -164,7 +164,7 @@ class Stats:
 
 
 @dataclass(frozen=True)
-class Failed:
+class WorkerFailed:
     """The worker failed, with one line for the user. The process ends after sending it."""
 
     error: str
@@ -234,7 +234,7 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class Settled:
+class DirectorySettled:
     """Every row in flight was routed with directory `version` or a later one.
 
     So experts that only older directories name may be dropped.
@@ -262,15 +262,15 @@ class Enlist:
     role: str
     """"attention-worker", "prefill-worker", "expert-server" or "ranks"."""
     capacity: float = 1.0
-    """For a server: weight of its share of experts and load, relative to the other servers."""
+    """The weight of a server's share of experts and load, relative to the other servers."""
     host: str = ""
-    """Its host (`transport.host`)."""
+    """The host of the process (`transport.host`)."""
     instruction_sets: list[str] = field(default_factory=list)
     """Instruction sets of the native kernels that it can run."""
     ticket: str = ""
     """Word that a launcher gave it: the cluster expects this process. Empty: it joins on its own."""
-    kept: dict[int, list[int]] = field(default_factory=dict)
-    """For a server: layer -> the experts that it has in memory, from the last cluster. They may be those of
+    resident_experts: dict[int, list[int]] = field(default_factory=dict)
+    """Layer -> the experts that a server still has in memory, from the last cluster. They may be those of
     another checkpoint."""
 
 
@@ -282,7 +282,7 @@ class LinkTest:
 
 
 @dataclass(frozen=True)
-class Enlisted:
+class EnlistReply:
     """The answer to Enlist: the checkpoint that is served, and the settings of the process."""
 
     model: str
@@ -335,7 +335,7 @@ class Neighbours:
 
 
 @dataclass(frozen=True)
-class Holds:
+class HoldReply:
     """The answer to Hold: the experts are loaded, and clients can use the server."""
 
     version: int
@@ -343,9 +343,9 @@ class Holds:
     kernels: str
     threads: int = 1
     weights: str = ""
-    """Of a server that joined: fingerprint of its checkpoint, as in the layout that it was sent."""
+    """The fingerprint of the checkpoint of a server that joined, as in the layout that it was sent."""
     nvshmem: bool = False
-    """With --transport nvshmem: whether this server can join a job."""
+    """Whether this server can join an NVSHMEM job."""
 
 
 @dataclass(frozen=True)
@@ -378,12 +378,12 @@ ToWorker = Submit | Cancel | DropKV | Shutdown | Serving | JoinJob
 ToEngine = (
     Loading
     | Ready
-    | Admitted
-    | Moved
+    | RequestsAdmitted
+    | RequestsMoved
     | Tokens
     | PromptLogprobs
     | Stats
-    | Failed
+    | WorkerFailed
     | Layout
     | ReceivesKV
     | RanksMeet
@@ -391,9 +391,9 @@ ToEngine = (
     | KVSent
     | KVNotSent
     | Alive
-    | Settled
+    | DirectorySettled
     | FaultyServer
 )
-ToServer = Hold | JoinJob | Neighbours | Enlisted | Refuse
-FromServer = Enlist | RanksWait | Holds | ServerReport | Digests
+ToServer = Hold | JoinJob | Neighbours | EnlistReply | Refuse
+FromServer = Enlist | RanksWait | HoldReply | ServerReport | Digests
 Message = ToWorker | ToEngine | ToServer | FromServer | LinkTest

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 class BlockStats:
     """The KV block pool. total == free + cached + used always holds."""
 
-    total: int = 0
-    free: int = 0
+    num_total: int = 0
+    num_free: int = 0
     """Blocks whose contents are not needed."""
-    cached: int = 0
+    num_cached: int = 0
     """Blocks that no request uses. They are kept for their prefix and evicted when blocks are needed."""
-    used: int = 0
+    num_used: int = 0
     """Blocks that at least one request uses."""
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache so far."""
@@ -76,7 +76,7 @@ class PassStats:
     """Padding rows that were computed in addition to `rows`."""
     padding_context: int = 0
     """Padding tokens that attention read in addition to `context`."""
-    loaded: int = 0
+    loaded_bytes: int = 0
     """Bytes of experts that were loaded into the fast level."""
     seconds: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
@@ -103,9 +103,9 @@ class ResidencyStats:
 class PlanStats:
     """How a worker whose model is larger than its fast memory computes its decode steps."""
 
-    on_demand: int = 0
+    on_demand_steps: int = 0
     """Decode steps so far that loaded only the experts that were chosen."""
-    paged: int = 0
+    paged_steps: int = 0
     """Decode steps so far that loaded all experts of each layer, in pages."""
     micro_batch: int = 0
     """Requests of a micro-batch now. 0 where the whole model is in memory."""
@@ -151,7 +151,7 @@ class ExpertStats:
     headers.
     """
     far_bytes: int = 0
-    """Those of `remote_bytes` that went to servers of other hosts, or came from there."""
+    """The part of `remote_bytes` that went to servers of other hosts, or came from there."""
     group: GroupStats = GroupStats()
     """Counters of a worker that is a group of processes."""
     passes: tuple[PassStats, ...] = ()
@@ -163,7 +163,7 @@ class ExpertStats:
 
 @dataclass(frozen=True)
 class ExpertServerStats:
-    """One expert server."""
+    """The counters of an expert server."""
 
     clients: int = 0
     waiting_pairs: int = 0
@@ -198,7 +198,7 @@ class SpeculationStats:
 class TransferStats:
     """KV that prefill workers sent to other workers; all 0 without prefill workers."""
 
-    sent: int = 0
+    sent_requests: int = 0
     """Requests whose KV was sent so far."""
     sent_bytes: int = 0
     sent_seconds: float = 0.0
@@ -207,11 +207,11 @@ class TransferStats:
     early_bytes: int = 0
     """Bytes of `sent_bytes` that left before the end of the step that computed them. Their seconds say
     little, since they share the step's cores."""
-    received: int = 0
+    received_requests: int = 0
     """Requests that went on with KV that was received."""
     received_tokens: int = 0
-    """Their tokens whose KV was not computed again."""
-    failed: int = 0
+    """Tokens of these requests whose KV was not computed again."""
+    failed_transfers: int = 0
     """Transfers that ended with a broken connection."""
     held_bytes: int = 0
     """Bytes that were received for requests that were not admitted yet. Not a counter."""
@@ -219,7 +219,7 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """One attention worker."""
+    """The counters of an attention worker."""
 
     running: int = 0
     waiting: int = 0

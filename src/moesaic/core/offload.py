@@ -17,7 +17,7 @@ class Choice:
     micro_batch: int
     """Requests of a micro-batch."""
     likely_experts: int
-    """See Offload."""
+    """Experts of each layer that are loaded before its gate has run, as in `Offload.likely_experts`."""
     seconds: tuple[float, ...]
     """Predicted seconds of a decode step at each load of `Offload.loads`."""
 
@@ -43,7 +43,7 @@ class SplitPrices:
     """The same of the slow processor."""
 
     @classmethod
-    def of(cls, parts: Mapping[str, Any]) -> SplitPrices:
+    def from_json(cls, parts: Mapping[str, Any]) -> SplitPrices:
         """Prices from parsed JSON."""
         fast, slow = (parts[level] for level in ("fast", "slow"))
         return cls(
@@ -74,14 +74,14 @@ class Offload:
     static_experts: int = 0
     """Experts of each layer that stay on the fast level."""
     likely_experts: int = 0
-    """For on-demand: maximum experts of each layer that are loaded before its gate has run."""
+    """Maximum experts of each layer that the schedule on-demand loads before the layer's gate has run."""
     slow_attention: bool = False
     """Whether attention runs on the slow processor."""
     slow_cache: float = 0.0
     """Share of the KV cache on the slow level, 0 to 1."""
     fast_residual: bool = True
     """Whether rows stay on the fast level between the layers of a pass with prompts."""
-    padded: int | None = None
+    padded_prompt_len: int | None = None
     """Number of tokens to which each prompt is padded. None means no padding."""
     logit_rows: int | None = None
     """Maximum number of rows whose logits are in memory at once. None means all rows of a step."""
@@ -90,18 +90,18 @@ class Offload:
     hot: bool = False
     """Whether an expert that is chosen often takes the place of one that stays and is chosen less often."""
     prices: SplitPrices | None = None
-    """By which `split` decides who computes an expert. The other schedules have none."""
+    """The prices by which the schedule `split` decides who computes an expert. The others have none."""
     loads: tuple[Load, ...] = ()
     """The loads for which `choices` have prices. Empty: all decode steps are computed as above."""
     choices: tuple[Choice, ...] = ()
     """Ways to compute decode steps, of which the load decides. All of them fit into the memory."""
 
     @classmethod
-    def of(cls, parts: Mapping[str, Any]) -> Offload:
+    def from_json(cls, parts: Mapping[str, Any]) -> Offload:
         """Settings from parsed JSON."""
         loads = tuple(Load(**one) for one in parts["loads"])
         choices = tuple(Choice(**one | {"seconds": tuple(one["seconds"])}) for one in parts["choices"])
-        prices = None if parts["prices"] is None else SplitPrices.of(parts["prices"])
+        prices = None if parts["prices"] is None else SplitPrices.from_json(parts["prices"])
         return cls(**{**parts, "loads": loads, "choices": choices, "prices": prices})
 
     @property

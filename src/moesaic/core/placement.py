@@ -31,12 +31,12 @@ from moesaic.core.tokens import IntArray
 
 SCHEMA = 1
 FLAG = "--placement"
-NOBODY = -1
+NO_SERVER = -1
 """Padding of the rows in `Placement.table`: no server."""
 
 _FIELDS = {"schema", "model", "version", "num_experts", "layers"}
-_MOST_EXPERTS = 2**20
-_MOST = 2**53
+_MAX_EXPERTS = 2**20
+MAX_EXACT_INTEGER = 2**53
 """Larger integers are not exact in every JSON reader."""
 
 
@@ -57,14 +57,16 @@ def fingerprint(
     return "-".join([model_type, *(hashlib.sha256(word.encode()).hexdigest()[:12] for word in words)])
 
 
-def refuse_model(field: str, got: str, wanted: str) -> None:
+def refuse_model(field: str, got: str, served_model: str) -> None:
     """Raise ConfigError if the names that `fingerprint` gave to two models differ. field: what has `got`."""
-    if got != wanted:
-        why = ""
-        if got.split("-")[:2] == wanted.split("-")[:2]:
-            named = got.count("-") > 1
-            why = " (the sizes are equal, the weights are not)" if named else " (it names no weights)"
-        raise ConfigError.field(field, got, f"this model's, {wanted!r}{why}")
+    if got != served_model:
+        reason = ""
+        if got.split("-")[:2] == served_model.split("-")[:2]:
+            names_weights = got.count("-") > 1
+            reason = (
+                " (the sizes are equal, the weights are not)" if names_weights else " (it names no weights)"
+            )
+        raise ConfigError.field(field, got, f"this model's, {served_model!r}{reason}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Placement:
     """0 or more. Of two placements the one with the higher version is later."""
     num_experts: int
     """Logical experts of each layer."""
-    held: Mapping[int, Mapping[int, Sequence[int]]] = field(hash=False)
+    experts_by_layer: Mapping[int, Mapping[int, Sequence[int]]] = field(hash=False)
     """Layer -> server -> its experts, all ascending. Servers that hold nothing of a layer are left out."""
     model: str = ""
     """Fingerprint of the model that it was made for."""
@@ -84,19 +86,19 @@ class Placement:
 
     def __post_init__(self) -> None:
         """Sort `held`. Raises ConfigError for ids that are out of range or listed twice."""
-        _whole("version", self.version, 0)
-        _whole("num_experts", self.num_experts, 1, _MOST_EXPERTS)
-        held = {
+        _check_integer("version", self.version, 0)
+        _check_integer("num_experts", self.num_experts, 1, _MAX_EXPERTS)
+        experts_by_layer = {
             layer: {
-                server: self._sorted(layer, server, self.held[layer][server])
-                for server in sorted(self.held[layer])
-                if len(self.held[layer][server])
+                server: self._sort_experts(layer, server, self.experts_by_layer[layer][server])
+                for server in sorted(self.experts_by_layer[layer])
+                if len(self.experts_by_layer[layer][server])
             }
-            for layer in sorted(self.held)
+            for layer in sorted(self.experts_by_layer)
         }
-        object.__setattr__(self, "held", held)
+        object.__setattr__(self, "experts_by_layer", experts_by_layer)
 
-    def _sorted(self, layer: int, server: int, experts: Sequence[int]) -> tuple[int, ...]:
+    def _sort_experts(self, layer: int, server: int, experts: Sequence[int]) -> tuple[int, ...]:
         place = f"{FLAG}: layer {layer}, server {server}"
         if layer < 0 or server < 0:
             raise ConfigError.field(FLAG, f"layer {layer}, server {server}", "ids from 0 on")
@@ -110,7 +112,7 @@ class Placement:
         return ordered
 
     @classmethod
-    def staged(
+    def from_stages(
         cls, layers: Sequence[int], num_experts: int, groups: Sequence[Sequence[int]], model: str = ""
     ) -> Placement:
         """A placement in stages: server group i holds the i-th share of the layers and no other layer.
@@ -127,12 +129,14 @@ class Placement:
             raise ConfigError.field("groups", len(groups), f"1 to {len(layers)} groups of 1 server or more")
         if len(set(servers)) < len(servers):
             raise ConfigError.field("groups", servers, "each server once")
-        held: dict[int, dict[int, list[int]]] = {}
+        experts_by_layer: dict[int, dict[int, list[int]]] = {}
         for group, share in zip(groups, np.array_split(np.array(layers), len(groups)), strict=True):
             ranges = np.array_split(np.arange(num_experts), len(group))
             for layer in share.tolist():
-                held[layer] = {server: mine.tolist() for server, mine in zip(group, ranges, strict=True)}
-        return cls(0, num_experts, held, model)
+                experts_by_layer[layer] = {
+                    server: mine.tolist() for server, mine in zip(group, ranges, strict=True)
+                }
+        return cls(0, num_experts, experts_by_layer, model)
 
     @classmethod
     def read(cls, file: str, servers: int) -> Placement:
@@ -154,16 +158,18 @@ class Placement:
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """The model's MoE layers, ascending."""
-        return tuple(self.held)
+        return tuple(self.experts_by_layer)
 
     @cached_property
     def servers(self) -> tuple[int, ...]:
         """Servers that hold at least one expert, ascending."""
-        return tuple(sorted({server for by_server in self.held.values() for server in by_server}))
+        return tuple(sorted({server for by_server in self.experts_by_layer.values() for server in by_server}))
 
     @cached_property
     def _tables(self) -> dict[int, IntArray]:
-        return {layer: _table(by_server, self.num_experts) for layer, by_server in self.held.items()}
+        return {
+            layer: _table(by_server, self.num_experts) for layer, by_server in self.experts_by_layer.items()
+        }
 
     def table(self, layer: int) -> IntArray:
         """[E, most] the servers that hold each expert, ascending, padded with NOBODY.
@@ -175,45 +181,52 @@ class Placement:
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
         """The servers that hold this expert, ascending."""
         row = self.table(layer)[expert]
-        return tuple(row[row != NOBODY].tolist())
+        return tuple(row[row != NO_SERVER].tolist())
 
     def experts_of(self, server: int, layer: int) -> tuple[int, ...]:
         """The experts of a layer that a server holds, ascending."""
-        return tuple(self.held[layer].get(server, ()))
+        return tuple(self.experts_by_layer[layer].get(server, ()))
 
-    def of(self, server: int) -> dict[int, tuple[int, ...]]:
+    def server_experts(self, server: int) -> dict[int, tuple[int, ...]]:
         """Layer -> the experts that a server holds. Layers without any are left out."""
         return {
-            layer: tuple(by_server[server]) for layer, by_server in self.held.items() if server in by_server
+            layer: tuple(by_server[server])
+            for layer, by_server in self.experts_by_layer.items()
+            if server in by_server
         }
 
     def replicas(self, layer: int) -> IntArray:
         """[E] number of copies of each expert."""
-        copies: IntArray = (self.table(layer) != NOBODY).sum(axis=1, dtype=np.int64)
+        copies: IntArray = (self.table(layer) != NO_SERVER).sum(axis=1, dtype=np.int64)
         return copies
 
-    def orphans(self, without: Collection[int] = ()) -> list[tuple[int, int]]:
-        """(layer, expert) pairs that no server holds, not counting the servers in `without`, ascending."""
-        found = []
-        for layer, by_server in self.held.items():
-            left = {e for server, experts in by_server.items() if server not in without for e in experts}
-            found += [(layer, expert) for expert in range(self.num_experts) if expert not in left]
-        return found
+    def orphans(self, excluded_servers: Collection[int] = ()) -> list[tuple[int, int]]:
+        """(layer, expert) pairs that no server holds, not counting the servers in `excluded_servers`,
+        ascending."""
+        missing = []
+        for layer, by_server in self.experts_by_layer.items():
+            left = {
+                e for server, experts in by_server.items() if server not in excluded_servers for e in experts
+            }
+            missing += [(layer, expert) for expert in range(self.num_experts) if expert not in left]
+        return missing
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether a server holds every expert of every layer."""
         return not self.orphans()
 
-    def covering(self, layer: int | None) -> Placement:
+    def with_layer(self, layer: int | None) -> Placement:
         """The placement with this layer too. One that it lacks is placed as the layer before it.
 
         Files name the layers of the model's tokens, and not one that only drafts some.
         """
-        before = [one for one in self.layers if layer is not None and one < layer]
-        if layer is None or layer in self.held or not before:
+        earlier_layers = [one for one in self.layers if layer is not None and one < layer]
+        if layer is None or layer in self.experts_by_layer or not earlier_layers:
             return self
-        return replace(self, held={**self.held, layer: self.held[before[-1]]})
+        return replace(
+            self, experts_by_layer={**self.experts_by_layer, layer: self.experts_by_layer[earlier_layers[-1]]}
+        )
 
     def check(self, fingerprint: str, layers: Sequence[int], num_experts: int) -> None:
         """Raise ConfigError if the placement was made for another model, or lacks an expert."""
@@ -221,7 +234,7 @@ class Placement:
         if self.num_experts != num_experts:
             raise ConfigError.field(f"{FLAG}: num_experts", self.num_experts, str(num_experts))
         for layer in sorted(set(self.layers) ^ set(layers)):
-            problem = f"layer {layer}" if layer in self.held else f"no layer {layer}"
+            problem = f"layer {layer}" if layer in self.experts_by_layer else f"no layer {layer}"
             raise ConfigError.field(f"{FLAG}: layers", problem, f"the model's MoE layers, {ranges(layers)}")
         for layer, expert in self.orphans():
             raise ConfigError.field(f"{FLAG}: layer {layer}, expert {expert}", 0, "1 server or more holds it")
@@ -233,7 +246,7 @@ class Placement:
         head: dict[str, Any] = {"schema": SCHEMA, "model": self.model, "version": self.version}
         head |= {"tables": self.tables} if self.tables else {}
         fields = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
-        rows = [f'  "{layer}": {json.dumps(by_server)}' for layer, by_server in self.held.items()]
+        rows = [f'  "{layer}": {json.dumps(by_server)}' for layer, by_server in self.experts_by_layer.items()]
         fields += [f'"num_experts": {self.num_experts}', '"layers": {\n' + ",\n".join(rows) + "\n}"]
         return "{" + ",\n".join(fields) + "}\n"
 
@@ -245,25 +258,25 @@ class Placement:
         It does not compare the model, which `check` does.
         """
         try:
-            data = json.loads(text, object_pairs_hook=_once)
+            data = json.loads(text, object_pairs_hook=_parse_object)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{FLAG}: not JSON: {error}") from error
         data = _object("the file", data)
-        _whole("schema", data.get("schema"), SCHEMA, SCHEMA)
+        _check_integer("schema", data.get("schema"), SCHEMA, SCHEMA)
         if set(data) not in (_FIELDS, _FIELDS | {"tables"}):
             allowed = f"{', '.join(sorted(_FIELDS))}, and tables"
             raise ConfigError.field(f"{FLAG}: fields", sorted(data), allowed)
         for name in ("model", "tables"):
             if not isinstance(data.get(name, ""), str):
                 raise ConfigError.field(f"{FLAG}: {name}", data[name], "a string")
-        _whole("version", data["version"], 0)
-        _whole("num_experts", data["num_experts"], 1, _MOST_EXPERTS)
-        held = {
+        _check_integer("version", data["version"], 0)
+        _check_integer("num_experts", data["num_experts"], 1, _MAX_EXPERTS)
+        experts_by_layer = {
             _id("layers", layer): _servers(f"layer {layer}", by_server)
             for layer, by_server in _object("layers", data["layers"]).items()
         }
         tables = data.get("tables", "")
-        placement = cls(data["version"], data["num_experts"], held, data["model"], tables)
+        placement = cls(data["version"], data["num_experts"], experts_by_layer, data["model"], tables)
         placement.check(placement.model, placement.layers, placement.num_experts)
         return placement
 
@@ -273,7 +286,7 @@ def _table(by_server: Mapping[int, Sequence[int]], num_experts: int) -> IntArray
     for server, experts in by_server.items():
         for expert in experts:
             rows[expert].append(server)
-    table = np.full((num_experts, max(1, *map(len, rows))), NOBODY, dtype=np.int64)
+    table = np.full((num_experts, max(1, *map(len, rows))), NO_SERVER, dtype=np.int64)
     for expert, servers in enumerate(rows):
         table[expert, : len(servers)] = servers
     table.setflags(write=False)
@@ -286,14 +299,14 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object. Raises ConfigError if a name is given twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError.field(FLAG, f"{twice!r} twice in one object", "each name once")
-    return found
+        repeated_name = next(name for name in names if names.count(name) > 1)
+        raise ConfigError.field(FLAG, f"{repeated_name!r} twice in one object", "each name once")
+    return parsed
 
 
 def _object(place: str, value: Any) -> dict[str, Any]:
@@ -323,7 +336,7 @@ def _id(place: str, text: str) -> int:
     return int(text)
 
 
-def _whole(name: str, value: Any, least: int, most: int = _MOST) -> None:
-    if type(value) is not int or not least <= value <= most:
-        span = str(least) if least == most else f"a whole number from {least} to {most}"
+def _check_integer(name: str, value: Any, minimum: int, maximum: int = MAX_EXACT_INTEGER) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        span = str(minimum) if minimum == maximum else f"a whole number from {minimum} to {maximum}"
         raise ConfigError.field(f"{FLAG}: {name}", value, span)

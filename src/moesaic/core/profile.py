@@ -43,25 +43,27 @@ class Counts:
     """[m] the count of each entry, at least 1."""
 
     @classmethod
-    def of(cls, tokens: npt.NDArray[Any], experts: npt.NDArray[Any], vocab_size: int, size: int) -> Counts:
+    def from_pairs(
+        cls, tokens: npt.NDArray[Any], experts: npt.NDArray[Any], vocab_size: int, size: int
+    ) -> Counts:
         """Count pairs of tokens [t] and their experts [t, k] of one layer, which has `size` experts.
 
         Example: tokens [5, 5], experts [[1, 0], [1, 2]] -> token 5 has experts 0, 1, 2 with counts 1, 2, 1.
         """
         keys = tokens.astype(np.int64)[:, None] * size + experts
-        found, counts = np.unique(keys, return_counts=True)
-        starts = np.searchsorted(found, np.arange(vocab_size + 1, dtype=np.int64) * size)
-        return cls(starts.astype(np.int64), (found % size).astype(np.int16), counts.astype(np.int32))
+        unique_keys, counts = np.unique(keys, return_counts=True)
+        starts = np.searchsorted(unique_keys, np.arange(vocab_size + 1, dtype=np.int64) * size)
+        return cls(starts.astype(np.int64), (unique_keys % size).astype(np.int16), counts.astype(np.int32))
 
     def __add__(self, other: Counts) -> Counts:
         """The sum of both counts. They must have the same V, but may contain different experts."""
         size = 1 + max((int(part.experts.max()) for part in (self, other) if len(part.experts)), default=0)
         keys = np.concatenate([part.tokens * size + part.experts for part in (self, other)])
-        found, places = np.unique(keys, return_inverse=True)
+        unique_keys, places = np.unique(keys, return_inverse=True)
         weights = np.concatenate([self.counts, other.counts])
-        counts = np.bincount(places, weights=weights, minlength=len(found)).astype(np.int32)
-        starts = np.searchsorted(found, np.arange(len(self.starts), dtype=np.int64) * size)
-        return Counts(starts.astype(np.int64), (found % size).astype(np.int16), counts)
+        counts = np.bincount(places, weights=weights, minlength=len(unique_keys)).astype(np.int32)
+        starts = np.searchsorted(unique_keys, np.arange(len(self.starts), dtype=np.int64) * size)
+        return Counts(starts.astype(np.int64), (unique_keys % size).astype(np.int16), counts)
 
     @cached_property
     def tokens(self) -> IntArray:
@@ -69,7 +71,7 @@ class Counts:
         return np.repeat(np.arange(len(self.starts) - 1, dtype=np.int64), np.diff(self.starts))
 
     @cached_property
-    def known(self) -> IntArray:
+    def known_tokens(self) -> IntArray:
         """Token ids with an entry, ascending."""
         return np.flatnonzero(np.diff(self.starts)).astype(np.int64)
 
@@ -102,14 +104,14 @@ class Routes:
         """[t] the request of each token."""
         return np.repeat(np.arange(self.requests, dtype=np.int64), np.diff(self.starts))
 
-    def of(self, requests: Sequence[int] | IntArray) -> Routes:
+    def select(self, requests: Sequence[int] | IntArray) -> Routes:
         """The routes of these requests, in the order given."""
-        chosen = np.asarray(requests, dtype=np.int64)
-        lengths = np.diff(self.starts)[chosen]
+        indices = np.asarray(requests, dtype=np.int64)
+        lengths = np.diff(self.starts)[indices]
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        rows = np.repeat(self.starts[chosen] - starts[:-1], lengths) + np.arange(starts[-1])
+        rows = np.repeat(self.starts[indices] - starts[:-1], lengths) + np.arange(starts[-1])
         return Routes(
-            self.tokens[rows], starts, self.prompts[chosen], self.topics[chosen], self.experts[rows]
+            self.tokens[rows], starts, self.prompts[indices], self.topics[indices], self.experts[rows]
         )
 
     def split(self, share: float, seed: int) -> tuple[Routes, Routes]:
@@ -120,7 +122,7 @@ class Routes:
         rng = np.random.default_rng(seed)
         order = rng.permutation(self.requests)
         cut = max(1, round(share * self.requests))
-        return self.of(np.sort(order[:cut])), self.of(np.sort(order[cut:]))
+        return self.select(np.sort(order[:cut])), self.select(np.sort(order[cut:]))
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class Profile:
     routes and no transitions."""
 
     @classmethod
-    def of_routes(
+    def from_routes(
         cls,
         model: str,
         vocab_size: int,
@@ -168,7 +170,8 @@ class Profile:
         """The profile that counts these routes and keeps all of them."""
         experts = routes.experts
         counts = tuple(
-            Counts.of(routes.tokens, experts[:, i], vocab_size, num_experts) for i in range(len(layers))
+            Counts.from_pairs(routes.tokens, experts[:, i], vocab_size, num_experts)
+            for i in range(len(layers))
         )
         return cls(
             model=model,
@@ -193,12 +196,12 @@ class Profile:
         """Number of tokens that were counted."""
         return int(self.loads[0].sum()) // self.top_k if self.counts else 0
 
-    def of(self, routes: Routes) -> Profile:
+    def with_routes(self, routes: Routes) -> Profile:
         """A profile of the same model made from these routes alone, for example one half of a split."""
-        made = Profile.of_routes(
+        profile = Profile.from_routes(
             self.model, self.vocab_size, self.num_experts, self.layers, routes, self.topics
         )
-        return replace(made, nearest=self.nearest, hidden=self.hidden)
+        return replace(profile, nearest=self.nearest, hidden=self.hidden)
 
     def check(self, fingerprint: str, file: str) -> None:
         """Raise ConfigError if the profile was made for another model."""
@@ -232,33 +235,33 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Profile:
         """Read a file of `save`. Raises ConfigError with one line that names the file and the problem."""
-        return archive.load(path, "a profile", cls._of_arrays)
+        return archive.load(path, "a profile", cls._from_arrays)
 
     @classmethod
-    def _of_arrays(cls, found: Arrays) -> Profile:
+    def _from_arrays(cls, arrays: Arrays) -> Profile:
         """Raises KeyError and ValueError for arrays of another file."""
-        if int(found["schema"]) != SCHEMA:
-            raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
-        for name in sorted(found.keys() - {"model", "topics"}):
-            _check_numbers(name, found[name])
-        vocab_size, num_experts, top_k = found["sizes"].tolist()
-        layers = tuple(found["layers"].tolist())
+        if int(arrays["schema"]) != SCHEMA:
+            raise ValueError(f"schema {arrays['schema']}, this version reads {SCHEMA}")
+        for name in sorted(arrays.keys() - {"model", "topics"}):
+            _check_numbers(name, arrays[name])
+        vocab_size, num_experts, top_k = arrays["sizes"].tolist()
+        layers = tuple(arrays["layers"].tolist())
         profile = cls(
-            model=str(found["model"]),
+            model=str(arrays["model"]),
             vocab_size=vocab_size,
             num_experts=num_experts,
             top_k=top_k,
             layers=layers,
             counts=tuple(
-                Counts(**{field.name: found[f"{field.name}_{i}"] for field in fields(Counts)})
+                Counts(**{field.name: arrays[f"{field.name}_{i}"] for field in fields(Counts)})
                 for i in range(len(layers))
             ),
-            transitions=found["transitions"],
-            routes=Routes(**{field.name: found[f"routes_{field.name}"] for field in fields(Routes)}),
-            topics=tuple(found["topics"].tolist()),
-            nearest=found.get("nearest"),
-            hidden=int(found.get("hidden", 0)),
-            token_ids="loads_only" not in found,
+            transitions=arrays["transitions"],
+            routes=Routes(**{field.name: arrays[f"routes_{field.name}"] for field in fields(Routes)}),
+            topics=tuple(arrays["topics"].tolist()),
+            nearest=arrays.get("nearest"),
+            hidden=int(arrays.get("hidden", 0)),
+            token_ids="loads_only" not in arrays,
         )
         _check(profile)
         return profile
@@ -267,44 +270,68 @@ class Profile:
 def transitions(experts: SmallArray, num_experts: int) -> IntArray:
     """[layers - 1, E, E] pairs of choices in adjacent layers, counted from experts [t, layers, k]."""
     layers = experts.shape[1]
-    found = np.zeros((max(0, layers - 1), num_experts, num_experts), dtype=np.int64)
+    pair_counts = np.zeros((max(0, layers - 1), num_experts, num_experts), dtype=np.int64)
     for layer in range(layers - 1):
-        here = experts[:, layer].astype(np.int64)
-        pairs = (here[:, :, None] * num_experts + experts[:, layer + 1][:, None, :]).reshape(-1)
-        found[layer] = np.bincount(pairs, minlength=num_experts**2).reshape(num_experts, num_experts)
-    return found
+        layer_experts = experts[:, layer].astype(np.int64)
+        pairs = (layer_experts[:, :, None] * num_experts + experts[:, layer + 1][:, None, :]).reshape(-1)
+        pair_counts[layer] = np.bincount(pairs, minlength=num_experts**2).reshape(num_experts, num_experts)
+    return pair_counts
 
 
 def _check_numbers(name: str, array: npt.NDArray[Any]) -> None:
     """Raise ValueError if an array of the file contains fractions, or numbers that are too low."""
-    least = 1 if name.startswith("counts_") else NO_TOPIC if name == "routes_topics" else 0
-    whole = array.dtype.kind in "iu"
-    if array.size and (not whole or array.min() < least):
-        got = array.min() if whole else array.dtype
-        raise ValueError(f"{name}: got {got}; allowed: whole numbers from {least} on")
+    minimum = 1 if name.startswith("counts_") else NO_TOPIC if name == "routes_topics" else 0
+    is_integer = array.dtype.kind in "iu"
+    if array.size and (not is_integer or array.min() < minimum):
+        got = array.min() if is_integer else array.dtype
+        raise ValueError(f"{name}: got {got}; allowed: whole numbers from {minimum} on")
 
 
 def _check(profile: Profile) -> None:
     """Raise ValueError where arrays do not fit each other, so that users of the profile need no checks."""
-    size, routes = profile.num_experts, profile.routes
+    if not (_counts_fit(profile) and _routes_fit(profile) and _ids_are_valid(profile)):
+        raise ValueError("its arrays do not fit each other")
+
+
+def _counts_fit(profile: Profile) -> bool:
+    """Whether the counts and transitions have the sizes of the profile."""
+    size = profile.num_experts
+    transitions_shape = (max(0, len(profile.layers) - 1), size, size)
+    counts_fit = all(
+        len(part.starts) == profile.vocab_size + 1
+        and part.starts[-1] == len(part.experts) == len(part.counts)
+        and (np.diff(part.starts) >= 0).all()
+        and part.starts[0] == 0
+        for part in profile.counts
+    )
+    return counts_fit and profile.transitions.shape == transitions_shape
+
+
+def _routes_fit(profile: Profile) -> bool:
+    """Whether the routes and the nearest token ids have the sizes of the profile."""
+    routes = profile.routes
     tokens, layers, k = routes.experts.shape
-    fits = (
-        all(len(part.starts) == profile.vocab_size + 1 for part in profile.counts)
-        and all(part.starts[-1] == len(part.experts) == len(part.counts) for part in profile.counts)
-        and all((np.diff(part.starts) >= 0).all() and part.starts[0] == 0 for part in profile.counts)
-        and (layers, k) == (len(profile.layers), profile.top_k)
+    return bool(
+        (layers, k) == (len(profile.layers), profile.top_k)
         and (np.diff(profile.layers) > 0).all()
-        and profile.transitions.shape == (max(0, layers - 1), size, size)
         and len(routes.starts) == len(routes.prompts) + 1 == len(routes.topics) + 1
         and routes.starts[0] == 0
         and routes.starts[-1] == tokens == len(routes.tokens)
         and (np.diff(routes.starts) >= routes.prompts).all()
         and (profile.nearest is None or profile.nearest.shape == (profile.vocab_size,))
     )
-    ids: list[tuple[npt.NDArray[Any], int]] = [(routes.experts, size), (routes.tokens, profile.vocab_size)]
-    ids += [(part.experts, size) for part in profile.counts]
-    ids += [(routes.topics + 1, len(profile.topics) + 1)]
+
+
+def _ids_are_valid(profile: Profile) -> bool:
+    """Whether all ids of experts, tokens and topics are in range."""
+    size, routes = profile.num_experts, profile.routes
+    # NO_TOPIC is -1, so topics are checked with 1 added.
+    limits: list[tuple[npt.NDArray[Any], int]] = [
+        (routes.experts, size),
+        (routes.tokens, profile.vocab_size),
+        (routes.topics + 1, len(profile.topics) + 1),
+        *((part.experts, size) for part in profile.counts),
+    ]
     if profile.nearest is not None:
-        ids.append((profile.nearest, profile.vocab_size))
-    if not fits or any(part.size and not 0 <= part.min() <= part.max() < most for part, most in ids):
-        raise ValueError("its arrays do not fit each other")
+        limits.append((profile.nearest, profile.vocab_size))
+    return all(not ids.size or 0 <= ids.min() <= ids.max() < limit for ids, limit in limits)

@@ -17,7 +17,7 @@ class ReasoningBudget:
     """What ends it."""
     end_ids: tuple[int, ...]
     """The tokens that end it where the budget is used up."""
-    inside: bool = False
+    starts_inside: bool = False
     """The answer begins inside of its reasoning."""
-    anywhere: bool = False
+    can_start_later: bool = False
     """Reasoning may begin at any place, and more than once. False: at the start of the answer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.core.reasoning import ReasoningBudget
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1000
@@ -17,9 +17,9 @@ MAX_BAD_WORD_CHARACTERS = 1 << 16
 """Maximum number of characters of all bad words of a request."""
 SEED_LIMIT = 2**63
 NO_TOKEN = -1
-"""In place of a token id: the model's logits were not finite, so there was none to sample."""
-NOT_ALLOWED = -2
-"""In place of a token id: the request's structured output and its other parameters allow no token."""
+"""Stands for a token id where the model's logits were not finite, so there was none to sample."""
+NO_ALLOWED_TOKEN = -2
+"""Stands for a token id where a request's structured output and its other parameters allow no token."""
 
 
 class FinishReason(enum.Enum):
@@ -33,7 +33,7 @@ class FinishReason(enum.Enum):
     """The client or a shutdown cancelled the request."""
     ERROR = "error"
     """The model's logits were not finite. What the request generated before is valid."""
-    NOT_ALLOWED = "not_allowed"
+    NO_ALLOWED_TOKEN = "not_allowed"
     """The structured output and the other parameters of the request allowed no token."""
 
 
@@ -81,7 +81,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log-probability of each token and of this many most likely tokens, 0 to 20."""
     prompt_logprobs: int | None = None
-    """As `logprobs`, for the tokens of the prompt. Such a request uses no cached prefix."""
+    """Return the same as `logprobs` for the tokens of the prompt. Such a request uses no cached prefix."""
     return_routed_experts: bool = False
     """Return the experts of each token, and the expert servers that computed them."""
     skip_special_tokens: bool = True
@@ -148,14 +148,14 @@ class SamplingParams:
             for token in self.allowed_token_ids:
                 _integer("allowed_token_ids", token, 0, None)
         if any(not isinstance(word, str) or not word for word in self.bad_words):
-            what = f"got {list(self.bad_words)!r}; allowed: texts that are not empty"
-            raise RequestError(f"bad_words: {what}", "bad_words")
+            problem = f"got {list(self.bad_words)!r}; allowed: texts that are not empty"
+            raise RequestError(f"bad_words: {problem}", "bad_words")
         if len(self.bad_words) > MAX_BAD_WORDS:
-            what = f"got {len(self.bad_words)} texts; allowed: at most {MAX_BAD_WORDS}"
-            raise RequestError(f"bad_words: {what}", "bad_words")
+            problem = f"got {len(self.bad_words)} texts; allowed: at most {MAX_BAD_WORDS}"
+            raise RequestError(f"bad_words: {problem}", "bad_words")
         if (size := sum(map(len, self.bad_words))) > MAX_BAD_WORD_CHARACTERS:
-            what = f"got {size} characters in all; allowed: at most {MAX_BAD_WORD_CHARACTERS}"
-            raise RequestError(f"bad_words: {what}", "bad_words")
+            problem = f"got {size} characters in all; allowed: at most {MAX_BAD_WORD_CHARACTERS}"
+            raise RequestError(f"bad_words: {problem}", "bad_words")
 
     @property
     def greedy(self) -> bool:
@@ -188,7 +188,7 @@ def _mapping(name: str, values: Any) -> Mapping[Any, Any]:
 
 def _form(value: object) -> StructuredOutputsParams | None:
     if isinstance(value, Mapping):
-        return StructuredOutputsParams.of(value)
+        return StructuredOutputsParams.from_mapping(value)
     if isinstance(value, StructuredOutputsParams | None):
         return value
     name = "structured_outputs"
@@ -206,26 +206,26 @@ def _integer(name: str, value: object, low: int, high: int | None) -> None:
     Without `high` the limit is 64 bits.
     """
     good = isinstance(value, int) and not isinstance(value, bool)
-    most = SEED_LIMIT - 1 if high is None else high
-    if not good or not low <= value <= most:  # type: ignore[operator]
-        top = f" and at most {most}" if high is not None or good else ""
+    maximum = SEED_LIMIT - 1 if high is None else high
+    if not good or not low <= value <= maximum:  # type: ignore[operator]
+        top = f" and at most {maximum}" if high is not None or good else ""
         raise RequestError(f"{name}: got {value!r}; allowed: an integer of at least {low}{top}", name)
 
 
 def _number(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
     # NaN is refused too, because every comparison with it is false.
-    inside = good and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
-    if not inside:
-        above = "above" if open_low else "at least"
+    in_range = good and (low < value if open_low else low <= value) and value <= high  # type: ignore[operator]
+    if not in_range:
+        bound = "above" if open_low else "at least"
         raise RequestError(
-            f"{name}: got {value!r}; allowed: a number {above} {low:g} and at most {high:g}", name
+            f"{name}: got {value!r}; allowed: a number {bound} {low:g} and at most {high:g}", name
         )
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue once. The engine owns it from its arrival to its end."""
+    """A prompt to continue once. The engine owns the request from its arrival to its end."""
 
     request_id: int
     """Unique within an engine, in order of arrival."""
@@ -280,9 +280,9 @@ class RequestOutput:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """One entry per prompt token, None for the first. Only set on the one output that contains them."""
+    """An entry per prompt token, None for the first. Only set on the one output that contains them."""
     routes: list[TokenRoute] | None = None
-    """One entry per token. None where the request did not ask for them."""
+    """The route of each token. None where the request did not ask for routes."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token id that ended the request, if one did."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from moesaic.core.profile import NO_TOPIC, Routes
 from moesaic.core.tokens import IntArray
 
-ENDED = -1
+END_POSITION = -1
 """The position of a record which says that its request ended. Its `token` is the length of the prompt."""
 
 Rows = npt.NDArray[np.void]
@@ -32,7 +32,7 @@ class RoutedModel:
     """The sizes of the model whose routing is recorded. A profile has them too."""
 
     model: str
-    """Its fingerprint, as in a placement."""
+    """The fingerprint of the model, as in a placement."""
     vocab_size: int
     num_experts: int
     top_k: int
@@ -67,33 +67,33 @@ def draw(number: int, seed: int) -> float:
 def ending(model: RoutedModel, request: int, prompt: int) -> Rows:
     """The record which says that `request`, with a prompt of `prompt` tokens, has no more rows."""
     row = np.zeros(1, model.row)
-    row["request"], row["position"], row["token"] = request + 1, ENDED, prompt
+    row["request"], row["position"], row["token"] = request + 1, END_POSITION, prompt
     return row
 
 
 class Assembly:
     """The rows of unfinished requests, and of those that ended since the last `take`."""
 
-    def __init__(self, model: RoutedModel, most_bytes: int) -> None:
-        """most_bytes: maximum memory for rows. Beyond it, requests are discarded, the longest first."""
+    def __init__(self, model: RoutedModel, max_bytes: int) -> None:
+        """max_bytes: maximum memory for rows. Beyond it, requests are discarded, the longest first."""
         self._model = model
-        self._most = max(1, most_bytes // model.row.itemsize)
+        self._max_rows = max(1, max_bytes // model.row.itemsize)
         self._rows: list[Rows] = []
-        self._held = 0
-        self._discarded: set[int] = set()
+        self._num_rows = 0
+        self._discarded_requests: set[int] = set()
         """Discarded requests that have not ended (their id + 1)."""
-        self.given_up = 0
+        self.num_discarded = 0
         """Number of discarded requests."""
 
     def add(self, rows: Rows) -> None:
         """Add rows in the order in which they were computed. The array is kept, not copied."""
         self._rows.append(rows)
-        self._held += len(rows)
+        self._num_rows += len(rows)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the rows exceed the maximum memory, so that `take` should be called."""
-        return self._held > self._most
+        return self._num_rows > self._max_rows
 
     def take(self) -> tuple[IntArray, Routes]:
         """Remove the requests that ended. Returns their ids, ascending, and their routes, without missing
@@ -103,29 +103,31 @@ class Assembly:
         and two tokens. Request 4 stays.
         """
         rows = np.concatenate([np.zeros(0, self._model.row), *self._rows])
-        if self._discarded:
-            rows = rows[~np.isin(rows["request"], list(self._discarded)) | (rows["position"] == ENDED)]
+        if self._discarded_requests:
+            rows = rows[
+                ~np.isin(rows["request"], list(self._discarded_requests)) | (rows["position"] == END_POSITION)
+            ]
         rows = rows[np.lexsort((rows["position"], rows["request"]))]
-        again = np.zeros(len(rows), dtype=bool)
+        is_duplicate = np.zeros(len(rows), dtype=bool)
         if len(rows):
-            same = rows["request"][1:] == rows["request"][:-1]
-            again[:-1] = same & (rows["position"][1:] == rows["position"][:-1])
-        ends = rows[rows["position"] == ENDED]
-        self._discarded.difference_update(ends["request"].tolist())
-        over = np.isin(rows["request"], ends["request"])
-        self._keep(rows[~over & ~again])
-        return _routes(rows[over & ~again & (rows["position"] != ENDED)], ends)
+            same_request = rows["request"][1:] == rows["request"][:-1]
+            is_duplicate[:-1] = same_request & (rows["position"][1:] == rows["position"][:-1])
+        ends = rows[rows["position"] == END_POSITION]
+        self._discarded_requests.difference_update(ends["request"].tolist())
+        has_ended = np.isin(rows["request"], ends["request"])
+        self._keep(rows[~has_ended & ~is_duplicate])
+        return _routes(rows[has_ended & ~is_duplicate & (rows["position"] != END_POSITION)], ends)
 
     def _keep(self, rows: Rows) -> None:
         """Keep these rows, or the shortest requests that fit into half of the memory."""
         requests, counts = np.unique(rows["request"], return_counts=True)
-        if len(rows) > self._most:
+        if len(rows) > self._max_rows:
             order = np.argsort(counts, kind="stable")
-            discarded = requests[order[np.cumsum(counts[order]) > self._most // 2]]
-            rows = rows[~np.isin(rows["request"], discarded)]
-            self._discarded.update(discarded.tolist())
-            self.given_up += len(discarded)
-        self._rows, self._held = [rows], len(rows)
+            discarded_requests = requests[order[np.cumsum(counts[order]) > self._max_rows // 2]]
+            rows = rows[~np.isin(rows["request"], discarded_requests)]
+            self._discarded_requests.update(discarded_requests.tolist())
+            self.num_discarded += len(discarded_requests)
+        self._rows, self._num_rows = [rows], len(rows)
 
 
 def _routes(rows: Rows, ends: Rows) -> tuple[IntArray, Routes]:
@@ -148,15 +150,15 @@ def _routes(rows: Rows, ends: Rows) -> tuple[IntArray, Routes]:
     return requests.astype(np.int64) - 1, routes
 
 
-def joined(model: RoutedModel, parts: list[Routes]) -> Routes:
+def join_routes(model: RoutedModel, parts: list[Routes]) -> Routes:
     """All of these routes as one, in this order."""
     lengths: list[Any] = [np.diff(part.starts) for part in parts]
-    nothing = np.zeros(0, dtype=np.int64)
+    empty = np.zeros(0, dtype=np.int64)
     experts = np.zeros((0, len(model.layers), model.top_k), dtype=np.int16)
     return Routes(
-        tokens=np.concatenate([nothing.astype(np.int32), *(part.tokens for part in parts)]),
-        starts=np.concatenate([[0], np.cumsum(np.concatenate([nothing, *lengths]))]).astype(np.int64),
-        prompts=np.concatenate([nothing, *(part.prompts for part in parts)]),
-        topics=np.concatenate([nothing.astype(np.int16), *(part.topics for part in parts)]),
+        tokens=np.concatenate([empty.astype(np.int32), *(part.tokens for part in parts)]),
+        starts=np.concatenate([[0], np.cumsum(np.concatenate([empty, *lengths]))]).astype(np.int64),
+        prompts=np.concatenate([empty, *(part.prompts for part in parts)]),
+        topics=np.concatenate([empty.astype(np.int16), *(part.topics for part in parts)]),
         experts=np.concatenate([experts, *(part.experts for part in parts)]),
     )

@@ -12,12 +12,12 @@ from moesaic.core.errors import ConfigError
 METHODS = ("ngram", "mtp")
 OTHER_NAMES = {"deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 """Older names of methods."""
-MOST_DRAFTED = 32
+MAX_DRAFT_TOKENS = 32
 """Maximum of num_speculative_tokens."""
 LOOKUP = 5
 """prompt_lookup_max and prompt_lookup_min where neither is given."""
 FLAG = "--speculative-config"
-MOST_ROWS = 32
+MAX_CHECKED_ROWS = 32
 """Rows of a step, at most, when it checks drafts. Steps of so many rows are recorded. Larger ones are not,
 and drafts gained nothing there when they were measured."""
 REQUESTS = (1, 8, 16)
@@ -26,7 +26,7 @@ COUNTS = tuple(
     (requests, tokens)
     for requests in REQUESTS
     for tokens in (1, 2, 4, 8)
-    if requests * (1 + tokens) <= MOST_ROWS
+    if requests * (1 + tokens) <= MAX_CHECKED_ROWS
 )
 """(requests in a step, drafted tokens of each) for which it is said when drafts pay."""
 
@@ -46,18 +46,21 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     """Maximum length of the last tokens that are looked up. None: prompt_lookup_min, or else 5."""
     prompt_lookup_min: int | None = None
-    """Their minimum length. None: prompt_lookup_max, or else 5."""
+    """Minimum length of the tokens that are looked up. None: prompt_lookup_max, or else 5."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "method", OTHER_NAMES.get(str(self.method), self.method))
         if self.method not in METHODS:
             raise ConfigError.field(f"{FLAG}: method", self.method, ", ".join(METHODS))
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value, most = getattr(self, name), MOST_DRAFTED if name == "num_speculative_tokens" else 1 << 20
+            value, maximum = (
+                getattr(self, name),
+                MAX_DRAFT_TOKENS if name == "num_speculative_tokens" else 1 << 20,
+            )
             if value is None and name != "num_speculative_tokens":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-                raise ConfigError.field(f"{FLAG}: {name}", value, f"an integer from 1 to {most}")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+                raise ConfigError.field(f"{FLAG}: {name}", value, f"an integer from 1 to {maximum}")
         if self.method == "mtp":
             self._check_mtp()
         shortest, longest = self.lookup
@@ -89,17 +92,17 @@ class SpeculativeConfig:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, given: object) -> SpeculativeConfig:
+    def parse(cls, setting: object) -> SpeculativeConfig:
         """The setting from a mapping, or from its JSON. Raises ConfigError."""
-        value: Any = given
-        if isinstance(given, str):
+        value: Any = setting
+        if isinstance(setting, str):
             try:
-                value = json.loads(given)
+                value = json.loads(setting)
             except ValueError:
-                value = given
+                value = setting
         names = [field.name for field in fields(cls)]
         if not isinstance(value, Mapping):
-            raise ConfigError.field(FLAG, given, f"a JSON object with {', '.join(names)}")
+            raise ConfigError.field(FLAG, setting, f"a JSON object with {', '.join(names)}")
         for name in value:
             if name not in names:
                 raise ConfigError(f"{FLAG}: unknown key {name!r}; allowed: {', '.join(names)}")
@@ -109,7 +112,7 @@ class SpeculativeConfig:
         return cls(**value)
 
 
-def break_even(price: float, drafted: int) -> float | None:
+def break_even(price: float, num_draft_tokens: int) -> float | None:
     """The acceptance from which steps pay that check so many drafted tokens of each request. None: never.
 
     acceptance: the probability a that a drafted token is right if those before it were. price: of such a
@@ -118,11 +121,11 @@ def break_even(price: float, drafted: int) -> float | None:
     >>> round(break_even(1.75, 2), 2)
     0.5
     """
-    if price > 1 + drafted:
+    if price > 1 + num_draft_tokens:
         return None
     low, high = 0.0, 1.0
     for _ in range(30):
         middle = (low + high) / 2
-        reached = sum(middle**place for place in range(1 + drafted)) >= price
-        low, high = (low, middle) if reached else (middle, high)
+        is_reached = sum(middle**place for place in range(1 + num_draft_tokens)) >= price
+        low, high = (low, middle) if is_reached else (middle, high)
     return high

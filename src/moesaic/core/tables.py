@@ -84,8 +84,10 @@ class Tables:
         Token ids outside the tables' vocabulary are ignored.
         """
         ids = np.asarray(prompt, dtype=np.int64)
-        found: npt.NDArray[np.float64] = self.scores[ids[ids < self.vocab_size]].sum(axis=0, dtype=np.float64)
-        return found
+        scores: npt.NDArray[np.float64] = self.scores[ids[ids < self.vocab_size]].sum(
+            axis=0, dtype=np.float64
+        )
+        return scores
 
     def check(self, placement: Placement, file: str) -> None:
         """Raise ConfigError if the tables were made for another model, or if an expert is on another rank.
@@ -109,7 +111,7 @@ class Tables:
     # ---- the file
 
     @classmethod
-    def beside(cls, file: str, placement: Placement) -> Tables | None:
+    def load_for(cls, file: str, placement: Placement) -> Tables | None:
         """The tables that `placement`, which was read from `file`, names. None if it names none.
 
         Raises ConfigError as `load` does, and for tables that do not fit the placement.
@@ -131,17 +133,17 @@ class Tables:
     @classmethod
     def load(cls, path: Path) -> Tables:
         """Read a file of `save`. Raises ConfigError with one line that names the file and the problem."""
-        return archive.load(path, "tables of tokens", cls._of_arrays)
+        return archive.load(path, "tables of tokens", cls._from_arrays)
 
     @classmethod
-    def _of_arrays(cls, found: Arrays) -> Tables:
+    def _from_arrays(cls, arrays: Arrays) -> Tables:
         """Raises KeyError and ValueError for arrays of another file."""
-        if int(found["schema"]) != SCHEMA:
-            raise ValueError(f"schema {found['schema']}, this version reads {SCHEMA}")
+        if int(arrays["schema"]) != SCHEMA:
+            raise ValueError(f"schema {arrays['schema']}, this version reads {SCHEMA}")
         tables = cls(
-            model=str(found["model"]),
-            layers=tuple(found["layers"].tolist()),
-            **{name: found[name] for name in _ARRAYS},
+            model=str(arrays["model"]),
+            layers=tuple(arrays["layers"].tolist()),
+            **{name: arrays[name] for name in _ARRAYS},
         )
         _check(tables)
         return tables

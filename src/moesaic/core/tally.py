@@ -11,9 +11,9 @@ from dataclasses import fields
 import numpy as np
 
 from moesaic.core.profile import Counts, Profile, Routes, TokenArray, transitions
-from moesaic.core.routing import RoutedModel, draw, joined
+from moesaic.core.routing import RoutedModel, draw, join_routes
 
-COUNTED_AT_ONCE = 8192
+MIN_COUNTED_TOKENS = 8192
 """Minimum number of tokens that are counted together.
 
 Merging takes time in proportion to the size of the counts. So more tokens are collected once the counts are
@@ -28,16 +28,16 @@ class Tally:
     shrinks as the counts grow. Once the counts alone need all of the memory, nothing more is counted.
     """
 
-    def __init__(self, model: RoutedModel, most_bytes: int, seed: int = 0) -> None:
-        """most_bytes: maximum memory of counts and routes together."""
+    def __init__(self, model: RoutedModel, max_bytes: int, seed: int = 0) -> None:
+        """max_bytes: maximum memory of counts and routes together."""
         self._model = model
-        self._most = most_bytes
+        self._max_bytes = max_bytes
         self._seed = seed
-        nothing = joined(model, [])
-        self._counts = self._count_of(nothing)
-        self._transitions = transitions(nothing.experts, model.num_experts)
+        empty = join_routes(model, [])
+        self._counts = self._count_of(empty)
+        self._transitions = transitions(empty.experts, model.num_experts)
         self._pending: list[Routes] = []
-        self._kept: list[tuple[float, int, Routes]] = []
+        self._sample: list[tuple[float, int, Routes]] = []
         """A heap of (minus its draw, number of the request, its routes)."""
         self._sample_bytes = self._waiting = 0
         self._limit = 1.0
@@ -48,13 +48,13 @@ class Tally:
         """Requests that arrived when the memory was full."""
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether nothing more is counted."""
-        return self._count_bytes > self._most
+        return self._count_bytes > self._max_bytes
 
     def add(self, routes: Routes) -> None:
         """Count more requests."""
-        if self.full:
+        if self.is_full:
             self.left_out += routes.requests
             return
         for index in range(routes.requests):
@@ -63,8 +63,8 @@ class Tally:
         self.tokens += len(routes.tokens)
         self._pending.append(routes)
         self._waiting += len(routes.tokens)
-        enough = max(COUNTED_AT_ONCE, len(self._counts[0].experts) // self._model.top_k)
-        if self._waiting >= enough or sum(map(_bytes, self._pending)) > self._most // 8:
+        batch_tokens = max(MIN_COUNTED_TOKENS, len(self._counts[0].experts) // self._model.top_k)
+        if self._waiting >= batch_tokens or sum(map(_bytes, self._pending)) > self._max_bytes // 8:
             self._count()
         self._fit()
 
@@ -73,7 +73,7 @@ class Tally:
         self._count()
         self._fit()
         model = self._model
-        kept = [routes for _, _, routes in sorted(self._kept, key=lambda one: one[1])]
+        sample = [routes for _, _, routes in sorted(self._sample, key=lambda one: one[1])]
         return Profile(
             model=model.model,
             vocab_size=model.vocab_size,
@@ -82,17 +82,17 @@ class Tally:
             layers=model.layers,
             counts=self._counts,
             transitions=self._transitions.copy(),
-            routes=joined(model, kept),
+            routes=join_routes(model, sample),
             topics=tuple(topics),
             nearest=nearest,
             hidden=model.hidden,
         )
 
     @property
-    def known(self) -> TokenArray:
+    def known_tokens(self) -> TokenArray:
         """Token ids that were seen, ascending."""
         self._count()
-        return self._counts[0].known.astype(np.int32)
+        return self._counts[0].known_tokens.astype(np.int32)
 
     @property
     def _count_bytes(self) -> int:
@@ -100,36 +100,36 @@ class Tally:
 
     def _keep(self, routes: Routes, index: int) -> None:
         number = self.requests + index
-        drawn = draw(number, self._seed)
-        if drawn < self._limit:
-            one = routes.of([index])
-            heapq.heappush(self._kept, (-drawn, number, one))
-            self._sample_bytes += _bytes(one)
+        fraction = draw(number, self._seed)
+        if fraction < self._limit:
+            request_routes = routes.select([index])
+            heapq.heappush(self._sample, (-fraction, number, request_routes))
+            self._sample_bytes += _bytes(request_routes)
 
     def _fit(self) -> None:
         """Drop routes until counts and routes fit into the memory."""
-        room = self._most - self._count_bytes - sum(map(_bytes, self._pending))
-        while self._kept and self._sample_bytes > room:
-            drawn, _, one = heapq.heappop(self._kept)
-            self._limit = -drawn
-            self._sample_bytes -= _bytes(one)
+        room = self._max_bytes - self._count_bytes - sum(map(_bytes, self._pending))
+        while self._sample and self._sample_bytes > room:
+            negated_fraction, _, request_routes = heapq.heappop(self._sample)
+            self._limit = -negated_fraction
+            self._sample_bytes -= _bytes(request_routes)
 
     def _count(self) -> None:
         if not self._pending:
             return
-        routes, self._pending, self._waiting = joined(self._model, self._pending), [], 0
-        more = self._count_of(routes)
-        self._counts = tuple(old + new for old, new in zip(self._counts, more, strict=True))
+        routes, self._pending, self._waiting = join_routes(self._model, self._pending), [], 0
+        new_counts = self._count_of(routes)
+        self._counts = tuple(old + new for old, new in zip(self._counts, new_counts, strict=True))
         self._transitions += transitions(routes.experts, self._model.num_experts)
 
     def _count_of(self, routes: Routes) -> tuple[Counts, ...]:
         model = self._model
         return tuple(
-            Counts.of(routes.tokens, routes.experts[:, layer], model.vocab_size, model.num_experts)
+            Counts.from_pairs(routes.tokens, routes.experts[:, layer], model.vocab_size, model.num_experts)
             for layer in range(len(model.layers))
         )
 
 
 def _bytes(arrays: Counts | Routes) -> int:
-    """Bytes of all its arrays."""
+    """Bytes of all arrays of a record."""
     return sum(int(getattr(arrays, field.name).nbytes) for field in fields(arrays))

@@ -15,9 +15,9 @@ TEXT = "text_config"
 class Wrapper:
     """A model_type whose config.json has its text model's in `text_config`."""
 
-    unused: tuple[str, ...]
+    image_keys: tuple[str, ...]
     """Keys about images."""
-    tied: bool
+    ties_embeddings: bool
     """Default of tie_word_embeddings."""
     text_types: Mapping[str, str] = field(default_factory=dict)
     """model_type of a text_config -> the model_type that computes the same from text alone."""
@@ -27,40 +27,40 @@ class Wrapper:
 
 WRAPPERS: Mapping[str, Wrapper] = {
     "glm4v_moe": Wrapper(
-        unused=(
+        image_keys=(
             *("vision_config", "image_token_id", "video_token_id", "image_start_token_id"),
             *("image_end_token_id", "video_start_token_id", "video_end_token_id"),
         ),
-        tied=False,
+        ties_embeddings=False,
         text_types={"glm4v_moe_text": "glm4_moe"},
         defaults={"attention_bias": True, "max_position_embeddings": 65536, "partial_rotary_factor": 1.0},
     ),
     "internvl": Wrapper(
-        unused=(
+        image_keys=(
             *("vision_config", "image_token_id", "image_seq_length", "downsample_ratio"),
             *("projector_hidden_act", "vision_feature_layer", "vision_feature_select_strategy"),
         ),
-        tied=True,
+        ties_embeddings=True,
     ),
     "kimi_k25": Wrapper(
-        unused=(
+        image_keys=(
             *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
             *("vision_end_token_id", "projection_hidden_size", "projection_layer_norm_eps", "ignore_index"),
             *("media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
         ),
-        tied=True,
+        ties_embeddings=True,
     ),
     "qwen3_5_moe": Wrapper(
-        unused=(
+        image_keys=(
             *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
             *("vision_end_token_id", "vision_token_id", "language_model_only"),
         ),
-        tied=False,
+        ties_embeddings=False,
     ),
 }
 
 
-def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a parsed config.json says about text: itself, or the text_config of a wrapper.
 
     Keys beside text_config that are not about images are among the keys of the result, so that its reader
@@ -73,15 +73,17 @@ def text_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: {TEXT}: got {repr(text)[:80]}; allowed: an object")
     kind = str(text.get("model_type"))
-    beside = {
+    outer_keys = {
         key: value
         for key, value in raw.items()
-        if key not in (*wrapper.unused, TEXT, "model_type") and value is not None
+        if key not in (*wrapper.image_keys, TEXT, "model_type") and value is not None
     }
-    tied = raw.get("tie_word_embeddings", wrapper.tied) or text.get("tie_word_embeddings", False)
-    found = {**wrapper.defaults, **text, **beside, "tie_word_embeddings": tied}
+    ties_embeddings = raw.get("tie_word_embeddings", wrapper.ties_embeddings) or text.get(
+        "tie_word_embeddings", False
+    )
+    config = {**wrapper.defaults, **text, **outer_keys, "tie_word_embeddings": ties_embeddings}
     for name in ("rope_parameters", "rope_scaling"):
-        angles = found.get(name)
+        angles = config.get(name)
         if kind in wrapper.text_types and isinstance(angles, Mapping):  # all its parts are equal for text
-            found[name] = {key: value for key, value in angles.items() if key != "mrope_section"}
-    return {**found, "model_type": wrapper.text_types.get(kind, text.get("model_type"))}
+            config[name] = {key: value for key, value in angles.items() if key != "mrope_section"}
+    return {**config, "model_type": wrapper.text_types.get(kind, text.get("model_type"))}

@@ -49,13 +49,13 @@ class TokenBatch:
     def num_sequences(self) -> int:
         return len(self.context_lens)
 
-    def sequences(self, chosen: Sequence[int]) -> TokenBatch:
+    def sequences(self, indices: Sequence[int]) -> TokenBatch:
         """The rows of these sequences, in this order, and those of logit_rows that are among them."""
         starts, stops = self.query_starts[:-1], self.query_starts[1:]
-        rows = [np.arange(starts[index], stops[index]) for index in chosen]
+        rows = [np.arange(starts[index], stops[index]) for index in indices]
         wanted = np.concatenate([np.zeros(0, np.int64), *rows])
-        return self._taken(
-            wanted, [len(part) for part in rows], self.context_lens[list(chosen)], list(chosen)
+        return self._select_rows(
+            wanted, [len(part) for part in rows], self.context_lens[list(indices)], list(indices)
         )
 
     def rows(self, start: int, stop: int) -> TokenBatch:
@@ -69,17 +69,19 @@ class TokenBatch:
         left_out = self.query_starts[first + 1 : last + 1] - cut[1:]
         lens = self.context_lens[first:last] - left_out
         wanted = np.arange(start, stop)
-        return self._taken(wanted, np.diff(cut).tolist(), lens, list(range(first, last)))
+        return self._select_rows(wanted, np.diff(cut).tolist(), lens, list(range(first, last)))
 
-    def _taken(self, wanted: IntArray, counts: list[int], lens: IntArray, chosen: list[int]) -> TokenBatch:
-        """The batch of these rows. wanted: [r] rows; counts: number of them in each of the sequences
-        `chosen`."""
+    def _select_rows(
+        self, rows: IntArray, counts: list[int], lens: IntArray, sequences: list[int]
+    ) -> TokenBatch:
+        """The batch of these rows. rows: [r] rows; counts: number of them in each of the sequences
+        `sequences`."""
         return TokenBatch(
-            token_ids=self.token_ids[wanted],
-            positions=self.positions[wanted],
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
             query_starts=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
             context_lens=np.ascontiguousarray(lens),
-            block_tables=self.block_tables[chosen],
-            logit_rows=np.flatnonzero(np.isin(wanted, self.logit_rows)),
-            states=self.states[chosen] if len(self.states) else self.states,
+            block_tables=self.block_tables[sequences],
+            logit_rows=np.flatnonzero(np.isin(rows, self.logit_rows)),
+            states=self.states[sequences] if len(self.states) else self.states,
         )

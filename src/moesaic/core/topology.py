@@ -39,12 +39,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.curves import Tables, tables_of
+from moesaic.core.curves import TableChecker, read_tables
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 
 FLAG = "--topology"
-UNKNOWN_INSIDE = LinkModel(0.0, 8 * 2**30)
+ASSUMED_INTRA_HOST_LINK = LinkModel(0.0, 8 * 2**30)
 """What is assumed of the link between two processes of a host."""
 FloatArray = npt.NDArray[np.float64]
 
@@ -64,8 +64,8 @@ class Host:
 class HostLink:
     """The link between two hosts. Both directions are alike."""
 
-    one: str
-    other: str
+    first_host: str
+    second_host: str
     link: LinkModel
 
 
@@ -74,11 +74,11 @@ class Way:
     """The link from an attention worker to an expert server, and whether it stays on one host."""
 
     link: LinkModel
-    near: bool
+    on_one_host: bool
     """Whether both are on one host."""
     host: str = ""
     """Name of the server's host."""
-    inside: LinkModel = UNKNOWN_INSIDE
+    intra_host_link: LinkModel = ASSUMED_INTRA_HOST_LINK
     """The link between two servers of that host."""
 
 
@@ -88,16 +88,16 @@ class Topology:
 
     hosts: tuple[Host, ...]
     """The first one is the host of `moesaic serve`. A process that no host names is there."""
-    inside: LinkModel
-    """Between two processes of one host."""
-    between: LinkModel
-    """Between two hosts that `links` does not have."""
+    intra_host_link: LinkModel
+    """The link between two processes of one host."""
+    inter_host_link: LinkModel
+    """The link between two hosts that are not in `links`."""
     links: tuple[HostLink, ...] = ()
     _links: dict[frozenset[str], LinkModel] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        found = {frozenset((one.one, one.other)): one.link for one in self.links}
-        object.__setattr__(self, "_links", found)
+        link_by_hosts = {frozenset((one.first_host, one.second_host)): one.link for one in self.links}
+        object.__setattr__(self, "_links", link_by_hosts)
 
     def host_of_worker(self, worker: int) -> str:
         """The name of the host of an attention worker."""
@@ -107,14 +107,20 @@ class Topology:
         """The name of the host of an expert server."""
         return next((host.name for host in self.hosts if server in host.servers), self.hosts[0].name)
 
-    def link(self, one: str, other: str) -> LinkModel:
+    def link(self, host: str, peer_host: str) -> LinkModel:
         """The link between two hosts, or inside of one if both names are the same."""
-        return self.inside if one == other else self._links.get(frozenset((one, other)), self.between)
+        return (
+            self.intra_host_link
+            if host == peer_host
+            else self._links.get(frozenset((host, peer_host)), self.inter_host_link)
+        )
 
     def way(self, worker: int, server: int) -> Way:
         """The way from a worker to a server."""
-        here, there = self.host_of_worker(worker), self.host_of_server(server)
-        return Way(self.link(here, there), here == there, there, self.inside)
+        worker_host, server_host = self.host_of_worker(worker), self.host_of_server(server)
+        return Way(
+            self.link(worker_host, server_host), worker_host == server_host, server_host, self.intra_host_link
+        )
 
     def server_hosts(self, servers: int) -> dict[int, str]:
         """The host of each of these expert servers."""
@@ -125,7 +131,7 @@ class Topology:
         """The attention workers that hosts name, ascending."""
         return tuple(sorted(number for host in self.hosts for number in host.workers))
 
-    def beside(self, ranks: int) -> bool:
+    def has_ranks(self, ranks: int) -> bool:
         """Whether workers are ranks: there are `ranks` of them, and worker i is on the host of server i."""
         alike = all(self.host_of_worker(rank) == self.host_of_server(rank) for rank in range(ranks))
         return alike and self.workers == tuple(range(ranks))
@@ -139,10 +145,10 @@ class Topology:
         Example: ranks 0 and 1 on a host with 20 GB/s, rank 2 on another one with 1.25 GB/s between them ->
         [[0, 0.05, 0.8], [0.05, 0, 0.8], [0.8, 0.8, 0]] in units of 1e-9.
         """
-        found = np.array([[1 / self.way(w, s).link.bandwidth for s in range(ranks)] for w in self.workers])
-        if self.beside(ranks):
-            np.fill_diagonal(found, 0.0)
-        return found
+        seconds = np.array([[1 / self.way(w, s).link.bandwidth for s in range(ranks)] for w in self.workers])
+        if self.has_ranks(ranks):
+            np.fill_diagonal(seconds, 0.0)
+        return seconds
 
     @property
     def host_prices(self) -> FloatArray:
@@ -162,10 +168,10 @@ class Topology:
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ConfigError unless hosts name each of these ranks' servers, and a worker or more."""
-        named = sorted(number for host in self.hosts for number in host.servers)
-        if named != list(range(ranks)):
+        servers = sorted(number for host in self.hosts for number in host.servers)
+        if servers != list(range(ranks)):
             allowed = f"each of 0 to {ranks - 1} on one host, as --ranks {ranks} has"
-            raise ConfigError.field(f"{FLAG}: servers (or ranks)", named, allowed)
+            raise ConfigError.field(f"{FLAG}: servers (or ranks)", servers, allowed)
         if not self.workers:
             raise ConfigError.field(
                 f"{FLAG}: workers (or ranks)", [], "1 or more, on the hosts that they have"
@@ -178,7 +184,7 @@ class Topology:
 def read(path: Path) -> Topology:
     """Read a file. Raises ConfigError with one line that names the file, the key and what is allowed."""
     if path.suffix != ".json":
-        return of_tables(tables_of(FLAG, path), str(path))
+        return parse_tables(read_tables(FLAG, path), str(path))
     try:
         tables = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -189,13 +195,13 @@ def read(path: Path) -> Topology:
         raise ConfigError(
             f"{FLAG}: {path}: got {type(tables).__name__}; allowed: an object with hosts, links"
         )
-    return of_tables(tables, str(path))
+    return parse_tables(tables, str(path))
 
 
-def of_tables(tables: Mapping[str, Any], name: str) -> Topology:
+def parse_tables(tables: Mapping[str, Any], name: str) -> Topology:
     """The topology of parsed tables. Raises ConfigError that names the key. name: of the tables."""
-    checks = Tables(FLAG, name)
-    checks.only(tables, "", "links", "hosts", "between")
+    checks = TableChecker(FLAG, name)
+    checks.check_keys(tables, "", "links", "hosts", "between")
     keys = ("latency_us", "gb_per_s", "inside_latency_us", "inside_gb_per_s")
     links = checks.table(tables, "links", *keys)
     hosts = tuple(_host(checks, one, f"hosts.{i}") for i, one in enumerate(_list(checks, tables, "hosts")))
@@ -211,58 +217,64 @@ def of_tables(tables: Mapping[str, Any], name: str) -> Topology:
     )
 
 
-def _link(checks: Tables, table: Mapping[str, Any], place: str, prefix: str = "") -> LinkModel:
+def _link(checks: TableChecker, table: Mapping[str, Any], place: str, prefix: str = "") -> LinkModel:
     latency = checks.number(table, f"{place}.{prefix}latency_us")
-    return LinkModel(1e-6 * latency, 1e9 * checks.number(table, f"{place}.{prefix}gb_per_s", above=True))
+    return LinkModel(1e-6 * latency, 1e9 * checks.number(table, f"{place}.{prefix}gb_per_s", positive=True))
 
 
-def _list(checks: Tables, tables: Mapping[str, Any], key: str) -> list[Any]:
-    found = tables.get(key)
-    if not isinstance(found, list):
-        raise checks.wrong(key, found, f"tables [[{key}]]")
-    return found
+def _list(checks: TableChecker, tables: Mapping[str, Any], key: str) -> list[Any]:
+    value = tables.get(key)
+    if not isinstance(value, list):
+        raise checks.wrong(key, value, f"tables [[{key}]]")
+    return value
 
 
-def _host(checks: Tables, table: Any, place: str) -> Host:
+def _host(checks: TableChecker, table: Any, place: str) -> Host:
     checks.table({place: table}, place, "name", "ranks", "workers", "servers")
     name = table.get("name")
     if not isinstance(name, str) or not name:
         raise checks.wrong(f"{place}.name", name, "the name of the host")
     numbers = {}
     for key in ("ranks", "workers", "servers"):
-        found = table.get(key, [])
-        whole = isinstance(found, list) and all(type(one) is int and one >= 0 for one in found)
-        if not whole:
-            raise checks.wrong(f"{place}.{key}", found, "a list of numbers from 0 on")
-        numbers[key] = found
+        ids = table.get(key, [])
+        is_valid = isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids)
+        if not is_valid:
+            raise checks.wrong(f"{place}.{key}", ids, "a list of numbers from 0 on")
+        numbers[key] = ids
     ranks = numbers["ranks"]
     return Host(name, tuple(ranks + numbers["workers"]), tuple(ranks + numbers["servers"]))
 
 
-def _check_hosts(checks: Tables, hosts: tuple[Host, ...]) -> None:
+def _check_hosts(checks: TableChecker, hosts: tuple[Host, ...]) -> None:
     """Raise ConfigError for a name or a process that is given twice."""
-    for what, named in (
+    for field_name, values in (
         ("name", [host.name for host in hosts]),
         ("workers (or ranks)", [number for host in hosts for number in host.workers]),
         ("servers (or ranks)", [number for host in hosts for number in host.servers]),
     ):
-        for one, other in pairwise(sorted(named)):
+        for one, other in pairwise(sorted(values)):
             if one == other:
-                raise checks.wrong(f"hosts: {what}", one, "each once")
+                raise checks.wrong(f"hosts: {field_name}", one, "each once")
 
 
-def pairs(checks: Tables, tables: list[Any], names: set[str]) -> tuple[HostLink, ...]:
+def pairs(checks: TableChecker, tables: list[Any], names: set[str]) -> tuple[HostLink, ...]:
     """The tables [[between]]: links of two of these hosts. Raises ConfigError that names the key."""
-    found: dict[frozenset[str], HostLink] = {}
+    link_by_hosts: dict[frozenset[str], HostLink] = {}
     for index, table in enumerate(tables):
         place = f"between.{index}"
         checks.table({place: table}, place, "hosts", "latency_us", "gb_per_s")
-        both = table.get("hosts")
-        known = isinstance(both, list) and len(both) == 2 and all(one in names for one in both)
-        if not known or both[0] == both[1]:
+        names_of_pair = table.get("hosts")
+        is_valid = (
+            isinstance(names_of_pair, list)
+            and len(names_of_pair) == 2
+            and all(one in names for one in names_of_pair)
+        )
+        if not is_valid or names_of_pair[0] == names_of_pair[1]:
             allowed = f"two of the hosts {', '.join(sorted(names))}"
-            raise checks.wrong(f"{place}.hosts", both, allowed)
-        if frozenset(both) in found:
-            raise checks.wrong(f"{place}.hosts", both, "each pair of hosts once")
-        found[frozenset(both)] = HostLink(both[0], both[1], _link(checks, table, place))
-    return tuple(found.values())
+            raise checks.wrong(f"{place}.hosts", names_of_pair, allowed)
+        if frozenset(names_of_pair) in link_by_hosts:
+            raise checks.wrong(f"{place}.hosts", names_of_pair, "each pair of hosts once")
+        link_by_hosts[frozenset(names_of_pair)] = HostLink(
+            names_of_pair[0], names_of_pair[1], _link(checks, table, place)
+        )
+    return tuple(link_by_hosts.values())

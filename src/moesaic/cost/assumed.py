@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.core.stored import is_packed, of_matrices
+from moesaic.core.weight_types import is_packed, split_dtype
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 
@@ -12,7 +12,7 @@ def assumed(model: ModelSizes, hardware: Hardware) -> list[str]:
     found, processor, kind = [], hardware.fast.processor, model.quantized
     packed = kind is not None and is_packed(kind)
     known = {} if processor is None else dict(processor.packed)
-    measured = kind is not None and all(one in known for one in of_matrices(kind))
+    measured = kind is not None and all(one in known for one in split_dtype(kind))
     if packed and processor is not None and not measured:
         rates = "the roofline of their bytes: the machine's file has no rates of experts"
         if processor.experts:

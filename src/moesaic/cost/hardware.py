@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.stored import QUANTIZED, of_matrices
+from moesaic.core.weight_types import QUANTIZATIONS, split_dtype
 
 GIB = 2.0**30
-CONVERSIONS = (*QUANTIZED, "float32", "columns", "decompressed")
+CONVERSIONS = (*QUANTIZATIONS, "float32", "columns", "decompressed")
 """What experts in files may be converted from. See ModelSizes.conversion."""
 
 
@@ -66,7 +66,7 @@ class Processor:
 
         Experts whose gate and up have one type, and whose down has another, take the seconds of both.
         """
-        known, (first, second) = dict(self.packed), of_matrices(stored or "")
+        known, (first, second) = dict(self.packed), split_dtype(stored or "")
         inner, down = known.get(first), known.get(second)
         if inner is None or down is None:
             return self.experts
@@ -301,8 +301,8 @@ def _experts(table: Mapping[str, Any], key: str) -> tuple[Rates, tuple[tuple[str
     found: dict[str | None, list[tuple[float, float]]] = {None: []}
     for line in lines:
         kind = line.get("type")
-        if kind is not None and kind not in QUANTIZED:
-            raise ConfigError.field(f"hardware file: {where}.type", kind, ", ".join(QUANTIZED))
+        if kind is not None and kind not in QUANTIZATIONS:
+            raise ConfigError.field(f"hardware file: {where}.type", kind, ", ".join(QUANTIZATIONS))
         rate = _number(line, where, "rows"), 1e9 * _number(line, where, "gflops")
         found.setdefault(kind, []).append(rate)
     plain = tuple(sorted(found.pop(None)))

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import unquantized
-from moesaic.core.text_config import text_of
+from moesaic.core.text_config import read_text_config
+from moesaic.core.weight_types import is_unquantized
 from moesaic.cost.mixed import DeltaRule, Mixed, Recurrent, ShortConvolution
 from moesaic.cost.sizes import BYTES, GroupedQuery, Latent, ModelSizes
 
@@ -27,11 +27,11 @@ def read(raw: Raw, name: str) -> ModelSizes:
     Raises CheckpointError, naming the key, for an unknown model_type, a missing or wrong number,
     contradicting numbers, and quantized weights.
     """
-    raw = text_of(raw)
+    raw = read_text_config(raw)
     kind = str(raw.get("model_type"))
     if kind not in _READERS:
         raise _refuse("model_type", raw.get("model_type"), ", ".join(sorted(_READERS)))
-    if not unquantized(raw):
+    if not is_unquantized(raw):
         raise _refuse("quantization_config", "a quantization", "none: plans are for unquantized weights")
     dtype = number_type(raw)
     if dtype not in BYTES:

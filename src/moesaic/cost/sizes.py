@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, of_matrices, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, NUMBER_BYTES, row_bytes, split_dtype
 from moesaic.cost.routing import Routing
 
 BYTES = {dtype: float(size) for dtype, size in NUMBER_BYTES.items()}
@@ -191,10 +191,10 @@ class ModelSizes:
     @property
     def expert_bytes(self) -> float:
         """Bytes of one routed expert in memory."""
-        packed, biases = COMPRESSED if self.compressed else self.quantized, 4 * self.expert_biases
+        packed, biases = COMPRESSED_DTYPE if self.compressed else self.quantized, 4 * self.expert_biases
         if packed is None:
             return self.expert * self.number + biases
-        types = of_matrices(packed)
+        types = split_dtype(packed)
         inner, outer = row_bytes(types[0], self.hidden), row_bytes(types[1], self.expert_width)
         return float(2 * self.expert_width * inner + self.hidden * outer + biases)
 

@@ -40,13 +40,13 @@ def main() -> int:
     except ConnectionLost:
         return 0
     except MoesaicError as error:
-        supervisor.send(messages.Failed(str(error), user_error=True))
+        supervisor.send(messages.WorkerFailed(str(error), user_error=True))
         return 2
     except Exception as error:
         traceback.print_exc()
         line = str(error).partition("\n")[0]
         with contextlib.suppress(ConnectionLost):
-            supervisor.send(messages.Failed(f"{type(error).__name__}: {line}", user_error=False))
+            supervisor.send(messages.WorkerFailed(f"{type(error).__name__}: {line}", user_error=False))
         raise SystemExit(1) from error
 
 

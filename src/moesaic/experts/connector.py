@@ -71,7 +71,7 @@ class Connecting(Generic[ConnectionT]):
         return connections
 
     def _connect(self, entry: ServerEntry, secret: bytes, stop_event: threading.Event) -> None:
-        address = entry.endpoint.seen_from(this_host())
+        address = entry.endpoint.address_for(this_host())
         while not stop_event.is_set():
             try:
                 connection = self._dial(address, secret)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import expert_code
+from moesaic.core.weight_types import expert_code
 from moesaic.experts.backend import CallPairs
 from moesaic.experts.store import Store
 from moesaic.kernels.native import plain

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.metrics import PaceStats
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.core.tokens import IntArray
 from moesaic.experts.backend import CallPairs, ExpertBackend
 from moesaic.transport.calls import Call, Caller

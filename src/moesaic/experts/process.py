@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from moesaic.config import ON_GPUS, ExpertServerConfig
-from moesaic.core import curves, gpu_parts, messages, paced
+from moesaic.core import curves, gpu_parts, messages, paced_devices
 from moesaic.core.curves import DeviceCurves
 from moesaic.core.endpoint import Endpoint
 from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.job_membership import JobMembership
 from moesaic.core.metrics import ExpertServerStats, PaceStats, ResidencyStats
-from moesaic.core.stored import is_native
+from moesaic.core.weight_types import is_native
 from moesaic.cost.curves import of_device
 from moesaic.experts import measuring
 from moesaic.experts.backend import ExpertBackend
@@ -154,7 +154,7 @@ def _scheduler(
 def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
     """The curves of the modelled device, of the file that is given, or of the device that computes."""
     if config.paced is not None:
-        return paced.read(Path(config.paced)).curves
+        return paced_devices.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
     layout = config.layout
@@ -169,7 +169,7 @@ def _curves(config: ExpertServerConfig, backend: ExpertBackend) -> DeviceCurves:
         measured_ratio = measuring.measure_experts(backend, layout, config.threads)
         return cpu_curves(expert, other_parameters, config.threads, measured_ratio)
     device_curves = of_device(backend.device_name, expert, other_parameters, size)
-    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
+    return device_curves or replace(cpu_curves(expert, other_parameters), shares_cores=False)
 
 
 def _start_rule(config: ExpertServerConfig, decisions: Decisions, experts: int) -> StartRule:
@@ -227,7 +227,7 @@ def _apply_pace(
     """The backend with the timing of the modelled device, if there is one, and what is counted of it."""
     if config.paced is None:
         return backend, PaceStats
-    devices = paced.read(Path(config.paced))
+    devices = paced_devices.read(Path(config.paced))
     pace = Pace(devices.dilation)
     return PacedBackend(backend, devices, pace), lambda: pace.stats
 
@@ -290,7 +290,7 @@ class _ExpertLoader:
 
     def _fail(self, error: MoesaicError) -> None:
         with contextlib.suppress(ConnectionLost):  # the main loop notices it too
-            self._supervisor.send(messages.Failed(str(error), user_error=True))
+            self._supervisor.send(messages.WorkerFailed(str(error), user_error=True))
 
     def _next(self) -> messages.Hold | None:
         """Wait for the next message. Digests experts meanwhile.
@@ -312,7 +312,7 @@ class _ExpertLoader:
         """Report to the supervisor that the experts of `hold` are loaded."""
         name, threads = self._backend.name, self._config.threads
         weights, joins = self._config.layout.weights, self._job is not None and self._job.can_join
-        self._supervisor.send(messages.Holds(hold.version, self._endpoint, name, threads, weights, joins))
+        self._supervisor.send(messages.HoldReply(hold.version, self._endpoint, name, threads, weights, joins))
         if self._digests is not None:
             self._digests.add(hold.experts)
 

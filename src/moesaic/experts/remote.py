@@ -209,7 +209,9 @@ class RemoteExperts:
     def update(self, directory: Directory, secret: bytes) -> None:
         previous_entries, self._entries = self._entries, {entry.server: entry for entry in directory.servers}
         self._secret, self._sender.version = secret, directory.version
-        self._replicas.place(directory.experts, self._layout.num_experts, directory.suspected, directory.ways)
+        self._replicas.place(
+            directory.experts, self._layout.num_experts, directory.suspected_servers, directory.ways
+        )
         for server in set(previous_entries) - set(self._entries):
             self._connector.stop(server)
         for server, entry in self._entries.items():

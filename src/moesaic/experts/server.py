@@ -145,7 +145,7 @@ class ExpertServer:
         for end in self._listener.take_connections():
             client = self._workers.add_connection()
             self._ends[client] = end
-            self._barrier.joined(client)
+            self._barrier.add_client(client)
 
     def _collect(self, client: int, end: Answerer) -> None:
         try:
@@ -194,24 +194,24 @@ class ExpertServer:
         """A client says that it is a relay, so that nobody waits for it at the barrier."""
         self._workers.mark_relay(client)
         incoming.publish(np.zeros(1, dtype=np.int64))
-        self._open(self._barrier.left(client))
+        self._open(self._barrier.remove_client(client))
 
     def _queue(self, client: int, call: int, request: wire.Request) -> None:
         """The pairs of a call wait for their run. The barrier does not wait for a worker that computes."""
         own = self._workers.own_connection(client, request.worker)
-        self._open([] if own is None else self._barrier.computes(own))
+        self._open([] if own is None else self._barrier.record_computing(own))
         caller = self._workers.caller(client, request.worker)
-        self._service.arrived(call, caller, request.layer, request.experts, self._clock())
+        self._service.add_call(call, caller, request.layer, request.experts, self._clock())
         self._observer.on_queue_changed(self._service.waiting_pairs)
 
     def _arrive(self, client: int, call: int, request: wire.Request) -> None:
         """A client is at the barrier. It runs no step until this or another server's barrier opens."""
         assert request.work is not None
-        if self._barrier.has_begun(request.step):
+        if self._barrier.has_begun_step(request.step):
             self._begin(call)
             return
         self._workers.pause(client, request.worker)
-        self._open(self._barrier.arrived(client, call, request.work, request.step))
+        self._open(self._barrier.record_arrival(client, call, request.work, request.step))
 
     def _begin(self, call: int) -> None:
         """Answer a call that arrived at the barrier."""
@@ -223,7 +223,7 @@ class ExpertServer:
         end.close()
         self._workers.remove_connection(client)
         self._observer.on_queue_changed(self._service.waiting_pairs)
-        self._open(self._barrier.left(client))
+        self._open(self._barrier.remove_client(client))
         self._calls = {number: call for number, call in self._calls.items() if call.end is not end}
 
     def _open(self, calls: list[int]) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
-from moesaic.core.stored import of_matrices
+from moesaic.core.weight_types import split_dtype
 from moesaic.kernels.compressed_layout import decompress
 from moesaic.models.columns import as_rows, bias_rows, transpose_bytes
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
@@ -84,7 +84,7 @@ class Store:
     def _load_expert(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
-        dtype, down_dtype = (STORED.get(one, one) for one in of_matrices(self.layout.dtype_of(layer)))
+        dtype, down_dtype = (STORED.get(one, one) for one in split_dtype(self.layout.dtype_of(layer)))
         tensors = self.layout.tensors(layer, expert)
         kinds = [dtype, down_dtype] if self.layout.form == COLUMNS else [dtype, dtype, down_dtype]
         parts = [

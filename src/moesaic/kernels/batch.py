@@ -96,13 +96,13 @@ class AttentionBatch:
         state_sequences: where layers with states have other sequences than attention, which takes single
         rows.
         """
-        made = cls(batch, block_size, slots.device, slots)
-        made.__dict__["on_device"] = sequences  # where `cached_property` looks first
+        batch_on_device = cls(batch, block_size, slots.device, slots)
+        batch_on_device.__dict__["on_device"] = sequences  # where `cached_property` looks first
         if state_sequences is not None:
-            made.__dict__["state_sequences"] = state_sequences
-        return made
+            batch_on_device.__dict__["state_sequences"] = state_sequences
+        return batch_on_device
 
-    def fill_slots(self) -> None:
+    def fill_slots(self) -> None:  # in place, since a recorded step reads the slots at the same address
         """Recompute the slots after the arrays of `batch` have changed."""
         np.copyto(self.slots.numpy(), slots_of(self.batch, np.diff(self.batch.query_starts), self.block_size))
 
@@ -116,9 +116,12 @@ class AttentionBatch:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """Sequences with several rows, and those that `decode` leaves out. A chunk needs no padding."""
-        several = np.flatnonzero(np.diff(self.batch.query_starts) > 1).tolist()
-        alone = [int(group[0]) for group in self._groups if len(group) == 1]
-        return tuple(_chunk(self.batch, index, self.block_size, self.device) for index in several + alone)
+        # A group of one would gather its cache for nothing: a chunk reads the same blocks without padding.
+        multi_row = np.flatnonzero(np.diff(self.batch.query_starts) > 1).tolist()
+        ungrouped = [int(group[0]) for group in self._groups if len(group) == 1]
+        return tuple(
+            _chunk(self.batch, index, self.block_size, self.device) for index in multi_row + ungrouped
+        )
 
     @cached_property
     def _groups(self) -> tuple[IntArray, ...]:
@@ -191,11 +194,11 @@ class Sequences:
 
     @classmethod
     def from_batch(cls, batch: AttentionBatch) -> Sequences:
-        """Of a step that has at least one sequence."""
+        """Copies the sequences of a step to its device. The step has at least one sequence."""
         rows = batch.batch
         arrays = (rows.context_lens, rows.query_starts, rows.block_tables, rows.states)
         single = rows.num_rows == rows.num_sequences
-        contexts, starts, tables, states = (_move(one, batch.device) for one in arrays)
+        contexts, starts, tables, states = (_move(array, batch.device) for array in arrays)
         return cls(contexts, starts, tables, states, int(rows.context_lens.max()), single)
 
 
@@ -209,12 +212,12 @@ class StateSequences(NamedTuple):
 
 def list_tiles(rows: TokenBatch, max_rows: int) -> npt.NDArray[np.int32]:
     """[t, 3] (sequence, first row, end): the step in tiles of at most `max_rows` rows of a sequence."""
-    found = [
+    tiles = [
         (sequence, row, min(row + max_rows, stop))
         for sequence, (start, stop) in enumerate(pairwise(rows.query_starts.tolist()))
         for row in range(start, stop, max_rows)
     ]
-    return np.array(found, dtype=np.int32).reshape(-1, 3)
+    return np.array(tiles, dtype=np.int32).reshape(-1, 3)
 
 
 def _move(array: IntArray, device: str | torch.device) -> torch.Tensor:
@@ -237,6 +240,7 @@ def _split(batch: TokenBatch, single: IntArray, block_size: int) -> Iterator[Int
     start = 0
     for stop in range(1, len(order) + 1):
         if stop < len(order):
+            # `order` is ascending, so the next sequence is the longest of the group that it would join.
             longest = int(widths[order[stop]])
             spread = longest > GROUP_SPREAD * widths[order[start]] + 1
             if not spread and (stop + 1 - start) * longest * block_size <= GROUP_TOKENS:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.stored import BLOCK, COMPRESSED, GROUP, GROUP_BYTES, HEAD, row_bytes
+from moesaic.core.weight_types import BLOCK, COMPRESSED_DTYPE, GROUP, GROUP_BYTES, HEAD, row_bytes
 
 WINDOW = 14
 """Codes below this are the difference from the head's exponent."""
@@ -36,54 +36,56 @@ class Incompressible(ValueError):
 def compress(matrix: Bits) -> Bytes:
     """The bits of bf16 [rows, columns] -> [rows, row_bytes]. Raises Incompressible."""
     rows, columns = matrix.shape
-    out = np.zeros((rows, row_bytes(COMPRESSED, columns)), dtype=np.uint8)
-    at = 0
+    stored_rows = np.zeros((rows, row_bytes(COMPRESSED_DTYPE, columns)), dtype=np.uint8)
+    offset = 0
     for begin in range(0, columns, BLOCK):
         block = matrix[:, begin : begin + BLOCK]
-        size = row_bytes(COMPRESSED, block.shape[1])
-        _compress_blocks(block, out[:, at : at + size])
-        at += size
-    return out
+        size = row_bytes(COMPRESSED_DTYPE, block.shape[1])
+        _compress_blocks(block, stored_rows[:, offset : offset + size])
+        offset += size
+    return stored_rows
 
 
 def decompress(stored_rows: Bytes, columns: int) -> Bits:
     """The input of `compress`. The numbers of a damaged block are undefined."""
-    out = np.empty((len(stored_rows), columns), dtype=np.uint16)
-    at = 0
+    bits = np.empty((len(stored_rows), columns), dtype=np.uint16)
+    offset = 0
     for begin in range(0, columns, BLOCK):
         count = min(BLOCK, columns - begin)
-        size = row_bytes(COMPRESSED, count)
-        out[:, begin : begin + count] = _decompress_blocks(stored_rows[:, at : at + size])[:, :count]
-        at += size
-    return out
+        size = row_bytes(COMPRESSED_DTYPE, count)
+        bits[:, begin : begin + count] = _decompress_blocks(stored_rows[:, offset : offset + size])[:, :count]
+        offset += size
+    return bits
 
 
 def _compress_blocks(block: Bits, stored_rows: Bytes) -> None:
-    """One block of every row."""
+    """Compresses one block of every row into `stored_rows`."""
     rows, count = block.shape
     exponents = (block >> 7).astype(np.uint8)
     largest = _most_common(exponents)
-    below = largest[:, None].astype(np.int16) - exponents
-    codes = np.where((below >= 0) & (below < WINDOW), below, STRANGE).astype(np.uint8)
+    codes_below = largest[:, None].astype(np.int16) - exponents
+    codes = np.where((codes_below >= 0) & (codes_below < WINDOW), codes_below, STRANGE).astype(np.uint8)
     codes[exponents == 0] = ZERO
     stored_rows[:, 0] = largest
     _put_strange(block, codes == STRANGE, stored_rows)
-    padded = -(-count // GROUP) * GROUP
-    filled = np.full((rows, padded), ZERO, dtype=np.uint8)
-    filled[:, :count] = codes
-    ordered = filled.reshape(rows, padded // GROUP, GROUP)[:, :, ORDER]
-    numbers = np.zeros((rows, padded), dtype=np.uint8)
+    # The reader decodes whole groups, so the last one is filled up with codes of zero.
+    padded_count = -(-count // GROUP) * GROUP
+    padded_codes = np.full((rows, padded_count), ZERO, dtype=np.uint8)
+    padded_codes[:, :count] = codes
+    ordered_codes = padded_codes.reshape(rows, padded_count // GROUP, GROUP)[:, :, ORDER]
+    numbers = np.zeros((rows, padded_count), dtype=np.uint8)
     numbers[:, :count] = (block >> 8 & 0x80) | (block & 0x7F)
-    groups = stored_rows[:, HEAD:].reshape(rows, padded // GROUP, GROUP_BYTES)
-    groups[:, :, :GROUP] = numbers.reshape(rows, padded // GROUP, GROUP)[:, :, ORDER]
+    groups = stored_rows[:, HEAD:].reshape(rows, padded_count // GROUP, GROUP_BYTES)
+    groups[:, :, :GROUP] = numbers.reshape(rows, padded_count // GROUP, GROUP)[:, :, ORDER]
     half = GROUP // 2
-    groups[:, :, GROUP:] = ordered[:, :, :half] | ordered[:, :, half:] << 4
+    groups[:, :, GROUP:] = ordered_codes[:, :, :half] | ordered_codes[:, :, half:] << 4
 
 
 def _most_common(exponents: Bytes) -> Bytes:
-    """For each row the exponent which, with the thirteen below it, covers most of its numbers."""
+    """Returns the exponent of each row which, with the thirteen below it, covers most of its numbers."""
     rows = len(exponents)
     places = exponents.astype(np.intp) + 256 * np.arange(rows)[:, None]
+    # One histogram for all rows: row r counts in bins 256 r to 256 r + 255.
     counts = np.bincount(places.ravel(), minlength=256 * rows).reshape(rows, 256)
     counts[:, 0] = 0  # exponent 0 has a code of its own
     sums = np.cumsum(counts, axis=1)
@@ -123,7 +125,8 @@ def _decompress_blocks(stored_rows: Bytes) -> Bits:
         rows, -1
     )
     for row in np.flatnonzero(stored_rows[:, 1]):
+        # A damaged block may claim more numbers than fit, or places outside of it. Neither may be followed.
         count = min(int(stored_rows[row, 1]), MOST_STRANGE)
-        places, whole = stored_rows[row, 4 : 4 + 4 * count].view("<u2").reshape(count, 2).T
-        bits[row, places % BLOCK % bits.shape[1]] = whole
+        places, full_numbers = stored_rows[row, 4 : 4 + 4 * count].view("<u2").reshape(count, 2).T
+        bits[row, places % BLOCK % bits.shape[1]] = full_numbers
     return bits

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.core.stored import row_bytes
+from moesaic.core.weight_types import row_bytes
 from moesaic.kernels.quantized_layout import dequantize
 
 
@@ -20,13 +20,13 @@ class QuantizedMatrix:
     columns: int
     """i"""
     kind: str
-    """Its type: a key of `core.stored.QUANTIZED`."""
+    """The quantised type of the matrix: a key of `core.stored.QUANTIZED`."""
 
     def __post_init__(self) -> None:
-        wanted = len(self.stored_rows), row_bytes(self.kind, self.columns)
-        if self.stored_rows.dtype is not torch.uint8 or self.stored_rows.shape != wanted:
+        expected_shape = len(self.stored_rows), row_bytes(self.kind, self.columns)
+        if self.stored_rows.dtype is not torch.uint8 or self.stored_rows.shape != expected_shape:
             got = f"{self.stored_rows.dtype} {tuple(self.stored_rows.shape)}"
-            raise TypeError(f"a matrix in {self.kind}: got {got}; allowed: torch.uint8 {wanted}")
+            raise TypeError(f"a matrix in {self.kind}: got {got}; allowed: torch.uint8 {expected_shape}")
 
     def __len__(self) -> int:
         return len(self.stored_rows)
@@ -46,7 +46,7 @@ class QuantizedMatrix:
         return self.stored_rows.nbytes
 
     def numel(self) -> int:
-        """Number of its numbers."""
+        """Number of elements, as of a tensor."""
         return len(self.stored_rows) * self.columns
 
     def data_ptr(self) -> int:
@@ -55,6 +55,7 @@ class QuantizedMatrix:
 
     def floats(self) -> torch.Tensor:
         """The numbers [o, i] in float32."""
+        # A model is also built from tensors without memory, to check shapes or to count bytes.
         if self.stored_rows.is_meta:
             return torch.empty(self.shape, device="meta")
         return torch.from_numpy(dequantize(self.kind, self.stored_rows.numpy(), self.columns))
@@ -89,17 +90,19 @@ def select_rows(weight: Weight, indices: torch.Tensor) -> Weight:
 
 
 def concat_rows(parts: Sequence[Weight]) -> Weight:
-    """One matrix of the rows of several. If their types differ, it is float32."""
+    """Returns one matrix of the rows of several. If their types differ, it is float32."""
     first = parts[0]
     if isinstance(first, QuantizedMatrix):
         alike = [
-            one.stored_rows for one in parts if isinstance(one, QuantizedMatrix) and one.kind == first.kind
+            part.stored_rows
+            for part in parts
+            if isinstance(part, QuantizedMatrix) and part.kind == first.kind
         ]
         if len(alike) == len(parts):
             return QuantizedMatrix(torch.cat(alike), first.columns, first.kind)
-    return torch.cat(unify_dtypes([dequantize_weight(one) for one in parts]))
+    return torch.cat(unify_dtypes([dequantize_weight(part) for part in parts]))
 
 
 def unify_dtypes(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same matrices. If their types differ, all are float32."""
-    return list(parts) if len({one.dtype for one in parts}) == 1 else [one.float() for one in parts]
+    return list(parts) if len({part.dtype for part in parts}) == 1 else [part.float() for part in parts]

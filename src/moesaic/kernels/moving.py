@@ -39,12 +39,12 @@ def pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def to_host_arrays(tensors: Sequence[torch.Tensor | None]) -> list[npt.NDArray[Any] | None]:
     """The tensors of one device as dense arrays of the host. For a GPU it waits once, for all of them."""
-    some = [one for one in tensors if one is not None]
-    if all(one.device.type == "cpu" for one in some):
-        return [None if one is None else one.contiguous().numpy() for one in tensors]
+    present = [tensor for tensor in tensors if tensor is not None]
+    if all(tensor.device.type == "cpu" for tensor in present):
+        return [None if tensor is None else tensor.contiguous().numpy() for tensor in tensors]
     copies: list[torch.Tensor | None] = []
-    for one in tensors:
-        copy = None if one is None else torch.empty(one.shape, dtype=one.dtype, pin_memory=True)
-        copies.append(None if copy is None or one is None else copy.copy_(one, non_blocking=True))
-    torch.cuda.current_stream(some[0].device).synchronize()
-    return [None if one is None else one.numpy() for one in copies]
+    for tensor in tensors:
+        copy = None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copies.append(None if copy is None or tensor is None else copy.copy_(tensor, non_blocking=True))
+    torch.cuda.current_stream(present[0].device).synchronize()
+    return [None if tensor is None else tensor.numpy() for tensor in copies]

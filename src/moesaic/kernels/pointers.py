@@ -35,7 +35,7 @@ class _Tensor(ctypes.Structure):
 
 
 class _ManagedTensor(ctypes.Structure):
-    """DLManagedTensor. Without a deleter nobody frees the memory."""
+    """DLManagedTensor of DLPack 0.x. It has no deleter, so torch does not free the memory."""
 
     _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
@@ -58,8 +58,11 @@ def tensor_at(address: int, size: int, device: torch.device) -> torch.Tensor:
 def capsule_at(address: int, size: int, device: torch.device) -> Any:
     """A DLPack capsule of such a tensor."""
     shape = (ctypes.c_int64 * 1)(size)
-    where = _Device(_CUDA if device.type == "cuda" else _CPU, device.index or 0)
-    managed = _ManagedTensor(_Tensor(address, where, 1, _Type(_UNSIGNED, 8, 1), shape, None, 0), None, None)
-    for kept in (managed, shape):
-        _keep(kept)
-    return _new(ctypes.addressof(managed), _NAME, None)
+    # DLPack lets a consumer look at this structure until the last view has gone. Nobody says when that is.
+    dlpack_device = _Device(_CUDA if device.type == "cuda" else _CPU, device.index or 0)
+    managed_tensor = _ManagedTensor(
+        _Tensor(address, dlpack_device, 1, _Type(_UNSIGNED, 8, 1), shape, None, 0), None, None
+    )
+    for structure in (managed_tensor, shape):
+        _keep(structure)
+    return _new(ctypes.addressof(managed_tensor), _NAME, None)

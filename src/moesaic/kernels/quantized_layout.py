@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.stored import BLOCK, QUANTIZED, Quantization
+from moesaic.core.weight_types import BLOCK, QUANTIZATIONS, Quantization
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -44,37 +44,37 @@ def pack(
 
     dtype: a key of QUANTIZED. codes [rows, columns], one a byte. scales and offsets [rows, groups].
     """
-    kind = QUANTIZED[dtype]
+    kind = QUANTIZATIONS[dtype]
     rows, columns = codes.shape
-    stored = np.empty((rows, kind.row_bytes(columns)), dtype=np.uint8) if output is None else output
+    stored_rows = np.empty((rows, kind.row_bytes(columns)), dtype=np.uint8) if output is None else output
     heads = [scales] if offsets is None else [scales, offsets]
-    at = 0
+    offset = 0
     for begin in range(0, columns, BLOCK):
         block = codes[:, begin : begin + BLOCK]
         first, groups = begin // kind.group, -(-block.shape[1] // kind.group)
         for head in heads:
             part = np.ascontiguousarray(head[:, first : first + groups], dtype="<f4").view(np.uint8)
-            stored[:, at : at + part.shape[1]] = part
-            at += part.shape[1]
+            stored_rows[:, offset : offset + part.shape[1]] = part
+            offset += part.shape[1]
         if block.shape[1] % kind.group:
             block = np.pad(block, ((0, 0), (0, groups * kind.group - block.shape[1])))
         block = block if kind.bits == 8 else _nibbles(block)
-        stored[:, at : at + block.shape[1]] = block
-        at += block.shape[1]
-    return stored
+        stored_rows[:, offset : offset + block.shape[1]] = block
+        offset += block.shape[1]
+    return stored_rows
 
 
 def dequantize(dtype: str, stored_rows: Bytes, columns: int) -> Floats:
     """The numbers [rows, columns] of stored rows [rows, row_bytes]."""
-    kind = QUANTIZED[dtype]
-    out = np.empty((len(stored_rows), columns), dtype=np.float32)
-    at = 0
+    kind = QUANTIZATIONS[dtype]
+    numbers = np.empty((len(stored_rows), columns), dtype=np.float32)
+    offset = 0
     for begin in range(0, columns, BLOCK):
         count = min(BLOCK, columns - begin)
         size = kind.row_bytes(count)
-        out[:, begin : begin + count] = _block(kind, stored_rows[:, at : at + size], count)
-        at += size
-    return out
+        numbers[:, begin : begin + count] = _block(kind, stored_rows[:, offset : offset + size], count)
+        offset += size
+    return numbers
 
 
 def _block(kind: Quantization, block_bytes: Bytes, count: int) -> Floats:
@@ -95,8 +95,8 @@ def _block(kind: Quantization, block_bytes: Bytes, count: int) -> Floats:
 def _nibbles(codes: Bytes) -> Bytes:
     """Two codes a byte, 32 codes in 16 bytes."""
     halves = codes.reshape(len(codes), -1, 2, 16)
-    packed: Bytes = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(codes), -1)
-    return packed
+    packed_codes: Bytes = (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(codes), -1)
+    return packed_codes
 
 
 def _codes(packed_codes: Bytes) -> Any:

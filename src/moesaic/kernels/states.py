@@ -121,7 +121,8 @@ class StateRows:
     read_position: int
     write_page: int
     seat: int
-    """See `TokenBatch.states`."""
+    """The page to read, the position at which it stands, the page to write, and the seat: a line of
+    `TokenBatch.states`."""
 
     def page(self, begin: int) -> int:
         """The page that has the state at position `begin`, a multiple of CHUNK."""

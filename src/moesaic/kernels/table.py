@@ -164,7 +164,7 @@ Biases = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of every operation. The reference of each operation states its shapes."""
+    """An implementation of every operation. The reference of each operation states its shapes."""
 
     name: str
     """Name for people."""
@@ -324,8 +324,8 @@ def _triton(kind: str) -> Kernels:
     except ImportError as error:
         raise ConfigError(f"--kernels triton: {error}; pip install triton") from None
     if kernels is None:
-        allowed = "auto, reference and the instruction sets on a CPU; triton on a GPU"
-        raise ConfigError.field("--kernels", "triton", allowed)
+        allowed_kernels = "auto, reference and the instruction sets on a CPU; triton on a GPU"
+        raise ConfigError.field("--kernels", "triton", allowed_kernels)
     return kernels
 
 

@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 
 from moesaic.core.experts import SILU, Activation
-from moesaic.core.stored import COMPRESSED, expert_code, is_native, of_matrices, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, expert_code, is_native, row_bytes, split_dtype
 
 Part = tuple[torch.Tensor | None, ...]
-"""One tensor of each expert, by logical id."""
+"""A tensor of each expert, by logical id."""
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -43,7 +43,7 @@ class PointerTable:
 
 @dataclass(frozen=True)
 class DeviceTable:
-    """As PointerTable, for kernels on a GPU: the table lies on the device of the experts."""
+    """A table of pointers for kernels on a GPU. It lies on the device of the experts."""
 
     addresses: torch.Tensor
     """[3, E] or [6, E] int64, as `PointerTable.memory`."""
@@ -81,7 +81,7 @@ class ExpertWeights:
     down_bias: Part = ()
     """[h] float32 each."""
     activation: Activation = field(default=SILU, kw_only=True)
-    packed_dtype: str = field(default=COMPRESSED, kw_only=True)
+    packed_dtype: str = field(default=COMPRESSED_DTYPE, kw_only=True)
     """Type of experts that are uint8: one for which `core.stored.is_packed` holds."""
     page_table: DeviceTable | None = field(default=None, kw_only=True)
     """A table on a GPU that has these experts, and that gets others when they take their places. None:
@@ -94,14 +94,14 @@ class ExpertWeights:
         tensors: Mapping[int, Sequence[torch.Tensor]],
         parts: int = 3,
         activation: Activation = SILU,
-        packed_dtype: str = COMPRESSED,
+        packed_dtype: str = COMPRESSED_DTYPE,
     ) -> ExpertWeights:
         """tensors: expert -> its tensors in the order of PARTS. parts: their number, 3, or 6 with biases."""
-        every = (
+        part_tensors = (
             tuple(tensors[expert][part] if expert in tensors else None for expert in range(num_experts))
             for part in range(parts)
         )
-        return cls(*every, activation=activation, packed_dtype=packed_dtype)
+        return cls(*part_tensors, activation=activation, packed_dtype=packed_dtype)
 
     @property
     def num_experts(self) -> int:
@@ -115,10 +115,10 @@ class ExpertWeights:
 
     def matrices_of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gate, up and down of one expert. Raises KeyError if it is not held here."""
-        gate, up, down = self.gate_proj[expert], self.up_proj[expert], self.down_proj[expert]
-        if gate is None or up is None or down is None:
+        gate_proj, up_proj, down_proj = self.gate_proj[expert], self.up_proj[expert], self.down_proj[expert]
+        if gate_proj is None or up_proj is None or down_proj is None:
             raise KeyError(f"expert {expert} is not held here")
-        return gate, up, down
+        return gate_proj, up_proj, down_proj
 
     def biases_of(self, expert: int) -> tuple[torch.Tensor | None, ...]:
         """The biases of gate, up and down of one expert; None where the experts have none."""
@@ -128,17 +128,17 @@ class ExpertWeights:
     def with_replacements(self, replacements: ExpertWeights) -> ExpertWeights:
         """These experts and those of `replacements`, which replace these where both have them."""
         pairs = zip(self.parts, replacements.parts, strict=True)
-        both = [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
+        parts = [tuple(old if new is None else new for old, new in zip(*pair, strict=True)) for pair in pairs]
         return replace(
-            self.with_parts(both),
+            self.with_parts(parts),
             packed_dtype=replacements.packed_dtype if replacements.resident_ids else self.packed_dtype,
         )
 
     def select(self, expert_ids: Collection[int]) -> ExpertWeights:
-        """Those of these experts whose ids are in `expert_ids`."""
+        """The experts of this object whose ids are in `expert_ids`."""
         return self.with_parts(
             [
-                tuple(one if expert in expert_ids else None for expert, one in enumerate(part))
+                tuple(tensor if expert in expert_ids else None for expert, tensor in enumerate(part))
                 for part in self.parts
             ]
         )
@@ -150,25 +150,32 @@ class ExpertWeights:
     @property
     def packed_numbers(self) -> int:
         """Number of compressed and quantised numbers held here."""
-        held = (self.matrices_of(expert) for expert in self.resident_ids)
-        return sum(3 * len(gate) * len(down) for gate, _, down in held if gate.dtype is torch.uint8)
+        matrices = (self.matrices_of(expert) for expert in self.resident_ids)
+        return sum(
+            3 * len(gate_proj) * len(down_proj)
+            for gate_proj, _, down_proj in matrices
+            if gate_proj.dtype is torch.uint8
+        )
 
     @cached_property
     def table(self) -> PointerTable:
         """The table of pointers, made once. Raises TypeError if the experts differ in shape or dtype, or
         are not dense."""
-        lines, held = self.addresses, [self.matrices_of(expert) for expert in self.resident_ids]
-        if not held:
+        lines, matrices = self.addresses, [self.matrices_of(expert) for expert in self.resident_ids]
+        if not matrices:
             return PointerTable(torch.tensor(lines), 0, 0, 0)
-        width, hidden, dtype = len(held[0][0]), len(held[0][2]), held[0][0].dtype
+        width, hidden, dtype = len(matrices[0][0]), len(matrices[0][2]), matrices[0][0].dtype
         kind = self.packed_dtype if dtype is torch.uint8 else NAMES.get(dtype)
         if kind is None or not is_native(kind):
             raise TypeError(f"experts: got {dtype}; allowed: float32, bfloat16, uint8")
-        types = of_matrices(self.packed_dtype) if dtype is torch.uint8 else (None, None)
+        types = split_dtype(self.packed_dtype) if dtype is torch.uint8 else (None, None)
         inner, outer = _row_elements(types[0], hidden), _row_elements(types[1], width)
-        for gate, up, down in held:
-            alike = gate.shape == up.shape == (width, inner) and down.shape == (hidden, outer)
-            if not alike or any(one.dtype != dtype or not one.is_contiguous() for one in (gate, up, down)):
+        for gate_proj, up_proj, down_proj in matrices:
+            alike = gate_proj.shape == up_proj.shape == (width, inner) and down_proj.shape == (hidden, outer)
+            if not alike or any(
+                matrix.dtype != dtype or not matrix.is_contiguous()
+                for matrix in (gate_proj, up_proj, down_proj)
+            ):
                 raise TypeError("the experts of a layer differ in shape or type, or are not dense")
         self._check_biases(hidden, width)
         return PointerTable(torch.tensor(lines), hidden, width, expert_code(kind))
@@ -185,31 +192,34 @@ class ExpertWeights:
 
     def table_over(self, addresses: torch.Tensor) -> DeviceTable:
         """A table for experts like these, of which at least one is held. addresses: see DeviceTable."""
-        gate, _, down = self.matrices_of(self.resident_ids[0])
-        name = str(gate.dtype).removeprefix("torch.")
-        kinds = of_matrices(self.packed_dtype) if gate.dtype is torch.uint8 else (name, name)
-        strides = gate.stride(0) * gate.element_size(), down.stride(0) * down.element_size()
-        aligned = not any(one % ALIGNMENT for part in self.addresses[:3] for one in part)
-        return DeviceTable(addresses, len(down), len(gate), kinds, *strides, aligned)
+        gate_proj, _, down_proj = self.matrices_of(self.resident_ids[0])
+        name = str(gate_proj.dtype).removeprefix("torch.")
+        kinds = split_dtype(self.packed_dtype) if gate_proj.dtype is torch.uint8 else (name, name)
+        strides = (
+            gate_proj.stride(0) * gate_proj.element_size(),
+            down_proj.stride(0) * down_proj.element_size(),
+        )
+        is_aligned = not any(address % ALIGNMENT for part in self.addresses[:3] for address in part)
+        return DeviceTable(addresses, len(down_proj), len(gate_proj), kinds, *strides, is_aligned)
 
     @property
     def addresses(self) -> list[list[int]]:
         """The address of each tensor of `parts`, 0 for one of an expert that is not held."""
-        return [[0 if one is None else one.data_ptr() for one in part] for part in self.parts]
+        return [[0 if tensor is None else tensor.data_ptr() for tensor in part] for part in self.parts]
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The tensors, in the order of PARTS: three parts, or six with biases."""
-        every: tuple[Part, ...] = tuple(getattr(self, name) for name in PARTS)
-        return every if self.gate_bias else every[:3]
+        tensors: tuple[Part, ...] = tuple(getattr(self, name) for name in PARTS)
+        return tensors if self.gate_bias else tensors[:3]
 
     def _check_biases(self, hidden: int, width: int) -> None:
         """Raises TypeError unless every held expert has the biases that the kernels read, or none has any."""
         for part, size in zip(self.parts[3:], (width, width, hidden), strict=False):
             for expert in self.resident_ids:
-                one = part[expert]
-                good = one is not None and one.shape == (size,) and one.dtype is torch.float32
-                if one is None or not good or not one.is_contiguous():
+                bias = part[expert]
+                good = bias is not None and bias.shape == (size,) and bias.dtype is torch.float32
+                if bias is None or not good or not bias.is_contiguous():
                     raise TypeError(f"the biases of expert {expert}: allowed: dense float32 [{size}]")
 
 

@@ -96,7 +96,7 @@ class Dense(Protocol):
 
 
 class Block(Protocol):
-    """One layer. The runtime calls its stages in this order."""
+    """A layer of the model. The runtime calls its stages in the order in which they stand here."""
 
     @property
     def is_routed(self) -> bool:
@@ -168,6 +168,7 @@ class DecoderBlock:
         keys [blocks, block_size, Hkv, dk] and values [blocks, block_size, Hkv, dv] already contain this
         step's rows.
         """
+        # A layer has attention or a recurrence. `ModelSpec.state_layers` says which, and callers go by it.
         return cast(Attention, self.attention_part).attend(query, keys, values, batch)
 
     def recurrence(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
@@ -184,10 +185,10 @@ class DecoderBlock:
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput:
         """Adds the attention output [n, h] to hidden [n, h], normalizes, and chooses experts."""
-        residual, normed = self.kernels.add_norm(hidden, partial, self.post_norm, self.epsilon)
+        residual, normed_rows = self.kernels.add_norm(hidden, partial, self.post_norm, self.epsilon)
         if self.router is None:
-            return GateOutput(residual, normed, None, None)
-        return GateOutput(residual, normed, *self.router.choose(normed))
+            return GateOutput(residual, normed_rows, None, None)
+        return GateOutput(residual, normed_rows, *self.router.choose(normed_rows))
 
     def dense(self, normed_rows: torch.Tensor) -> torch.Tensor | None:
         """Applies the shared experts or the dense MLP. Returns [n, h], or None if the layer has neither."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes
 from moesaic.kernels.compressed_layout import decompress
 from moesaic.models import fused_tensors
 from moesaic.models.columns import transpose
@@ -64,15 +64,18 @@ class Checkpoint:
         self.skipped_patterns = read_skipped_patterns(path)
         """Patterns of the names of tensors about activations, which are not read."""
         for shard in sorted(set(self._shard.values())):
-            held = set(self._open(shard).keys())
-            listed = {name for name, where in self._shard.items() if where == shard}
-            for name in sorted(listed - held):
+            shard_names = set(self._open(shard).keys())
+            listed_names = {name for name, file in self._shard.items() if file == shard}
+            for name in sorted(listed_names - shard_names):
                 problem = f"tensor {shorten(name)} is missing, though the index lists it"
                 raise CheckpointError(f"{shard}: {problem}")
-        stored = plain_names(self._shard)
-        self._shard = {name: self._shard[each] for name, each in stored.items()}
-        self._file_names = stored
-        self.is_wrapped = any(name != each and each.startswith(IN_WRAPPED) for name, each in stored.items())
+        # A model that sees images has its text model under other names. All code here uses the text model's.
+        file_names = plain_names(self._shard)
+        self._shard = {name: self._shard[file_name] for name, file_name in file_names.items()}
+        self._file_names = file_names
+        self.is_wrapped = any(
+            name != file_name and file_name.startswith(IN_WRAPPED) for name, file_name in file_names.items()
+        )
         """Whether these are files of a larger model with a text model in it."""
         self._bytes = sum(shard.stat().st_size for shard in self._files)
 
@@ -96,19 +99,19 @@ class Checkpoint:
                 self._check(part)
                 self._claimed_names.add(part.tensor)
             return
-        found = self._slice(name)
-        if found.get_dtype() not in BLOCKS or len(shape) < 3:  # else quantised matrices of all experts
+        tensor_slice = self._slice(name)
+        if tensor_slice.get_dtype() not in BLOCKS or len(shape) < 3:  # else quantised matrices of all experts
             self.dtype(name)
-        inside = self.find_fused_part(name)
-        if inside is not None:
-            experts = inside.experts(found.get_shape(), shape[0])
-            name, shape = inside.tensor, inside.tensor_shape(experts, *shape)
-        if found.get_dtype() == COMPRESSED_ROWS:
+        fused_part = self.find_fused_part(name)
+        if fused_part is not None:
+            experts = fused_part.experts(tensor_slice.get_shape(), shape[0])
+            name, shape = fused_part.tensor, fused_part.tensor_shape(experts, *shape)
+        if tensor_slice.get_dtype() == COMPRESSED_ROWS:
             if len(shape) != 2:
                 raise CheckpointError(f"{self.path}: tensor {name}: got dtype U8; allowed: only for matrices")
-            shape = shape[0], row_bytes(COMPRESSED, shape[1])
-        if tuple(found.get_shape()) != shape:
-            got = list(found.get_shape())
+            shape = shape[0], row_bytes(COMPRESSED_DTYPE, shape[1])
+        if tuple(tensor_slice.get_shape()) != shape:
+            got = list(tensor_slice.get_shape())
             raise CheckpointError(f"{self.path}: tensor {name}: got shape {got}; allowed: {list(shape)}")
         self._claimed_names.add(name)
 
@@ -133,33 +136,33 @@ class Checkpoint:
         matrix = self.find_quantized(name, *shape)
         if matrix is not None:
             return self._dequantize(matrix, dtype, device, part, scan)
-        stored = self._read_whole(name, shape)
-        if dtype is torch.uint8 is not stored.dtype:
+        mapped = self._read_whole(name, shape)
+        if dtype is torch.uint8 is not mapped.dtype:
             kind = self._slice(name).get_dtype()
             raise CheckpointError(
                 f"{self.path}: tensor {name}: got dtype {kind}; allowed: U8, as other experts"
             )
-        if stored.dtype is torch.uint8 is not dtype:
-            bits = torch.from_numpy(decompress(stored.numpy(), shape[1])).view(torch.bfloat16)
-            kept = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
-            tensor = kept.to(device=device, dtype=dtype)
+        if mapped.dtype is torch.uint8 is not dtype:
+            bits = torch.from_numpy(decompress(mapped.numpy(), shape[1])).view(torch.bfloat16)
+            part_bits = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
+            tensor = part_bits.to(device=device, dtype=dtype)
         else:
-            whole = stored
-            stored = _copy_transposed(stored[part]) if is_transposed else stored[part].contiguous()
-            tensor = stored.to(device=device, dtype=dtype)
+            whole_tensor = mapped
+            mapped = _copy_transposed(mapped[part]) if is_transposed else mapped[part].contiguous()
+            tensor = mapped.to(device=device, dtype=dtype)
             if is_transposed:  # the copy stands for these pages
-                drop_pages(whole.data_ptr(), whole.nbytes)
-        if tensor.data_ptr() == stored.data_ptr():
+                drop_pages(whole_tensor.data_ptr(), whole_tensor.nbytes)
+        if tensor.data_ptr() == mapped.data_ptr():
             if self._copies is None:
-                _page_in(stored)
+                _page_in(mapped)
             else:
-                tensor = self._copies.copy(stored)
+                tensor = self._copies.copy(mapped)
         if scan and tensor.dtype is not torch.uint8:
             self._refuse_not_finite(name, tensor)
-        if self._copies is not None:
-            drop_pages(stored.data_ptr(), stored.nbytes)
+        if self._copies is not None:  # kernels read the copy, so the file's pages need no memory
+            drop_pages(mapped.data_ptr(), mapped.nbytes)
         if self._progress is not None:
-            self._bytes_read += stored.nbytes
+            self._bytes_read += mapped.nbytes
             self._progress(self._bytes_read, self._bytes)
         return tensor
 
@@ -171,19 +174,19 @@ class Checkpoint:
 
         def array(part: Part) -> Array:
             nonlocal read
-            stored = self._read(part.tensor)
-            read += stored.nbytes if not part.index else stored.nbytes // len(stored)
-            raw = stored.contiguous().reshape(-1).view(torch.uint8).numpy()
+            file_tensor = self._read(part.tensor)
+            read += file_tensor.nbytes if not part.index else file_tensor.nbytes // len(file_tensor)
+            raw = file_tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
             shape = tuple(self._slice(part.tensor).get_shape())
-            found = as_array(raw, str(self._kind(part.tensor)), part, shape)
+            part_array = as_array(raw, str(self._kind(part.tensor)), part, shape)
             if self._copies is not None:
-                found = found.copy()
-                drop_pages(stored.data_ptr(), stored.nbytes)
-            return found
+                part_array = part_array.copy()
+                drop_pages(file_tensor.data_ptr(), file_tensor.nbytes)
+            return part_array
 
         try:
-            packed = dtype is torch.uint8
-            numbers = matrix.pack_rows(array, part=part) if packed else matrix.floats(array)[part]
+            is_packed = dtype is torch.uint8
+            numbers = matrix.pack_rows(array, part=part) if is_packed else matrix.floats(array)[part]
             tensor = torch.from_numpy(numbers)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
@@ -216,11 +219,11 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """Returns the type in which a tensor is stored. Checks its name and type."""
-        stored = self._slice(name).get_dtype()
-        if stored not in DTYPES:
-            allowed = ", ".join(DTYPES)
-            raise CheckpointError(f"{self.path}: tensor {name}: got dtype {stored}; allowed: {allowed}")
-        return DTYPES[stored]
+        kind = self._slice(name).get_dtype()
+        if kind not in DTYPES:
+            allowed_types = ", ".join(DTYPES)
+            raise CheckpointError(f"{self.path}: tensor {name}: got dtype {kind}; allowed: {allowed_types}")
+        return DTYPES[kind]
 
     def find_fused_part(self, name: str) -> fused_tensors.FusedPart | None:
         """Where in a fused tensor a matrix of an expert is; None for a tensor of its own."""
@@ -228,35 +231,39 @@ class Checkpoint:
 
     def file_prefix(self, prefix: str, name: str, *shape: int) -> str:
         """Returns what files have for `prefix`, with which `name`, a tensor or expert's matrix, begins."""
-        inside, matrix = self.find_fused_part(name), self.find_quantized(name, *shape)
-        plain = name if inside is None else inside.tensor
+        fused_part, matrix = self.find_fused_part(name), self.find_quantized(name, *shape)
+        plain = name if fused_part is None else fused_part.tensor
         plain = plain if matrix is None else matrix.parts[0].tensor
         return file_prefix(prefix, plain, self._file_names[plain])
 
     def equal(self, name: str, other_name: str) -> bool:
         """Whether two tensors are equal. The pages read for the comparison are dropped."""
-        both = [self._read(one) for one in (name, other_name)]
-        same = torch.equal(*both)
-        for tensor in both:
+        tensors = [self._read(tensor_name) for tensor_name in (name, other_name)]
+        is_equal = torch.equal(*tensors)
+        for tensor in tensors:
             drop_pages(tensor.data_ptr(), tensor.nbytes)
-        return same
+        return is_equal
 
     def unread(self, unused_patterns: tuple[str, ...] = ()) -> list[str]:
         """Returns tensors that were not claimed and that match none of the regular expressions
         `unused_patterns`."""
-        left, unused_patterns = (
+        unread_names, unused_patterns = (
             sorted(self.names - self._claimed_names),
             (*unused_patterns, *self.skipped_patterns),
         )
-        return [name for name in left if not any(re.fullmatch(pattern, name) for pattern in unused_patterns)]
+        return [
+            name
+            for name in unread_names
+            if not any(re.fullmatch(pattern, name) for pattern in unused_patterns)
+        ]
 
     def refuse_unread(self, unused_patterns: tuple[str, ...] = ()) -> None:
         """Raises CheckpointError naming the first tensor that the model did not expect."""
-        left = self.unread(unused_patterns)
-        if left:
-            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        unread_names = self.unread(unused_patterns)
+        if unread_names:
+            remainder = f" (and {len(unread_names) - 1} more)" if len(unread_names) > 1 else ""
             raise CheckpointError(
-                f"{self.path}: tensor {shorten(left[0])} is not expected by this model{more}"
+                f"{self.path}: tensor {shorten(unread_names[0])} is not expected by this model{remainder}"
             )
 
     def read_raw(self, name: str) -> torch.Tensor:
@@ -267,26 +274,27 @@ class Checkpoint:
     def _refuse_not_finite(self, name: str, tensor: torch.Tensor) -> None:
         index = first_not_finite(tensor)
         if index is not None:
-            at = [int(each) for each in np.unravel_index(index, tensor.shape)]
+            coordinates = [int(coordinate) for coordinate in np.unravel_index(index, tensor.shape)]
             number, kind = float(tensor.view(-1)[index]), str(tensor.dtype).removeprefix("torch.")
             raise CheckpointError(
-                f"{self.path}: tensor {name}: got {number} at {at} as {kind}; allowed: finite numbers"
+                f"{self.path}: tensor {name}: got {number} at {coordinates} as {kind}; "
+                "allowed: finite numbers"
             )
 
     def _read_whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The whole tensor, mapped."""
-        inside = self.find_fused_part(name)
-        if inside is None:
+        fused_part = self.find_fused_part(name)
+        if fused_part is None:
             return self._read(name)
-        return self._read(inside.tensor)[inside.index(shape[0])]
+        return self._read(fused_part.tensor)[fused_part.index(shape[0])]
 
     def _read(self, name: str) -> torch.Tensor:
         tensor: torch.Tensor = self._open(self._shard[name]).get_tensor(self._file_names[name])
         return tensor
 
     def _slice(self, name: str) -> Slice:
-        inside = self.find_fused_part(name)
-        name = name if inside is None else inside.tensor
+        fused_part = self.find_fused_part(name)
+        name = name if fused_part is None else fused_part.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path}: tensor {name} is missing")
         return self._open(self._shard[name]).get_slice(self._file_names[name])
@@ -310,14 +318,14 @@ class Claims(Checkpoint):
         scan: bool = True,
         is_transposed: bool = False,
     ) -> torch.Tensor:
-        """As `Checkpoint.tensor`, but returns a tensor without memory."""
+        """Claims a tensor, and returns one of its shape without memory."""
         self.claim(name, *shape)
-        selected = torch.empty(shape, dtype=dtype, device="meta")[part]
-        quantized = self.find_quantized(name, *shape) if dtype is torch.uint8 else None
-        if quantized is not None:
-            rows, columns = selected.shape
-            return torch.empty(rows, row_bytes(quantized.dtype, columns), dtype=dtype, device="meta")
-        return selected.t() if is_transposed else selected
+        selection = torch.empty(shape, dtype=dtype, device="meta")[part]
+        matrix = self.find_quantized(name, *shape) if dtype is torch.uint8 else None
+        if matrix is not None:
+            rows, columns = selection.shape
+            return torch.empty(rows, row_bytes(matrix.dtype, columns), dtype=dtype, device="meta")
+        return selection.t() if is_transposed else selection
 
 
 class Partial(Claims):
@@ -329,7 +337,7 @@ class Partial(Claims):
         self._is_wanted = is_wanted
 
     def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
-        """As `Checkpoint.tensor` for tensors that are wanted."""
+        """Reads a tensor that is wanted, as `Checkpoint.tensor` does. Others are without memory."""
         return (Checkpoint if self._is_wanted(name) else Claims).tensor(self, name, *shape, **options)
 
 
@@ -347,9 +355,9 @@ class IndexClaims(Claims):
         self._scheme, self.skipped_patterns = None, ()  # the types of tensors are not known
 
     def claim(self, name: str, *shape: int) -> None:
-        """As `Checkpoint.claim`, without the shape."""
-        inside = self.find_fused_part(name)
-        name = name if inside is None else inside.tensor
+        """Marks a tensor as part of the model. Only its name is checked."""
+        fused_part = self.find_fused_part(name)
+        name = name if fused_part is None else fused_part.tensor
         if name not in self._shard:
             raise CheckpointError(f"{self.path / INDEX}: tensor {name} is missing")
         self._claimed_names.add(name)

@@ -24,23 +24,23 @@ def as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
     parts: the bytes of `column_tensors`. number: bytes of a number of the matrices; those of biases have 4.
     width: w.
     """
-    gate_up, down, inner_bias, down_bias = parts
+    gate_up, down_proj, inner_bias, down_bias = parts
     inner = gate_up.view(NUMBERS[number]).reshape(-1, width, 2)
-    outer = down.view(NUMBERS[number]).reshape(width, -1)
+    outer = down_proj.view(NUMBERS[number]).reshape(width, -1)
     found = []
     for matrix in (inner[:, :, 0], inner[:, :, 1], outer):
         found.append(np.empty(matrix.shape[::-1], matrix.dtype))
         transpose(matrix, found[-1])
-    matrices = (one.reshape(-1).view(np.uint8) for one in found)
+    matrices = (matrix_rows.reshape(-1).view(np.uint8) for matrix_rows in found)
     return [*matrices, *bias_rows(inner_bias, width), down_bias]
 
 
 def transpose_bytes(matrix: Bytes, number: int, rows: int) -> Bytes:
     """The bytes of a matrix [m, rows], from those of one [rows, m] with numbers of `number` bytes."""
-    stored = matrix.view(NUMBERS[number]).reshape(rows, -1)
-    found = np.empty(stored.shape[::-1], stored.dtype)
-    transpose(stored, found)
-    return found.reshape(-1).view(np.uint8)
+    numbers = matrix.view(NUMBERS[number]).reshape(rows, -1)
+    transposed_numbers = np.empty(numbers.shape[::-1], numbers.dtype)
+    transpose(numbers, transposed_numbers)
+    return transposed_numbers.reshape(-1).view(np.uint8)
 
 
 def bias_rows(inner_bias: Bytes, width: int) -> list[Bytes]:

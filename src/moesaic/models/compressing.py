@@ -23,7 +23,7 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, QUANT_METHOD, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANT_METHOD, row_bytes
 from moesaic.kernels import compressed_layout
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fingerprint, fused_tensors
@@ -84,8 +84,8 @@ class _Tensor:
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yields offset within the tensor and size of each piece."""
         step = self._unit * max(1, PIECE // self._unit)
-        for at in range(0, self.size, step):
-            yield at, min(step, self.size - at)
+        for offset in range(0, self.size, step):
+            yield offset, min(step, self.size - offset)
 
     def read(self, offset: int, size: int) -> Bytes:
         """Returns a piece as it is stored in the new file."""
@@ -112,17 +112,18 @@ class _Matrix(_Tensor):
     @property
     def entry(self) -> dict[str, Any]:
         rows, columns = self.shape
-        return {"dtype": COMPRESSED_ROWS, "shape": [rows, row_bytes(COMPRESSED, columns)]}
+        return {"dtype": COMPRESSED_ROWS, "shape": [rows, row_bytes(COMPRESSED_DTYPE, columns)]}
 
     def read(self, offset: int, size: int) -> Bytes:
         bits = np.frombuffer(super().read(offset, size), dtype="<u2").reshape(-1, self.shape[1])
         try:
-            stored = compressed_layout.compress(bits)
+            compressed_rows = compressed_layout.compress(bits)
         except compressed_layout.Incompressible as error:
             raise CheckpointError(f"{self.file}: tensor {self.name}: {error}") from error
-        if not np.array_equal(compressed_layout.decompress(stored, self.shape[1]), bits):
+        # The original may be deleted after this, so every matrix is read back before it is written.
+        if not np.array_equal(compressed_layout.decompress(compressed_rows, self.shape[1]), bits):
             raise AssertionError(f"tensor {self.name} would come back with other bits")
-        return stored.data
+        return compressed_rows.data
 
     @property
     def _unit(self) -> int:
@@ -133,17 +134,17 @@ class _Matrix(_Tensor):
 class _Shard:
     name: str
     tensors: list[_Tensor]
-    """In the order of the new file, such that each begins at a multiple of the size of its numbers."""
+    """The tensors in the order of the new file. Each begins at a multiple of the size of its numbers."""
     metadata: dict[str, str]
 
     @property
     def header(self) -> bytes:
         """The header of the new file, with its length in front."""
         entries: dict[str, Any] = {"__metadata__": self.metadata} if self.metadata else {}
-        at = 0
+        offset = 0
         for tensor in self.tensors:
-            entries[tensor.name] = {**tensor.entry, "data_offsets": [at, at + tensor.new_size]}
-            at += tensor.new_size
+            entries[tensor.name] = {**tensor.entry, "data_offsets": [offset, offset + tensor.new_size]}
+            offset += tensor.new_size
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNED)
         return len(text).to_bytes(8, "little") + text
@@ -165,28 +166,29 @@ def compress(path: Path, directory: Path, threads: int, progress: Progress) -> S
         bytes_after=sum(tensor.new_size for tensor in tensors),
         matrices=sum(isinstance(tensor, _Matrix) for tensor in tensors),
     )
-    unfinished = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
-    unfinished.mkdir()
+    # Renamed at the end: a directory with this name is complete, whatever ended this process.
+    temporary = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    temporary.mkdir()
     try:
-        done = 0
+        bytes_done = 0
         for shard in shards:
-            with (unfinished / shard.name).open("wb") as file:
+            with (temporary / shard.name).open("wb") as file:
                 file.write(shard.header)
                 with closing(_in_order(shard.tensors, threads)) as pieces:
-                    for size, written in pieces:
-                        file.write(written)
-                        done += size
-                        progress(done, sizes.bytes_before)
-        _write_beside(path, unfinished, config, shards)
-        unfinished.rename(directory)
+                    for size, data in pieces:
+                        file.write(data)
+                        bytes_done += size
+                        progress(bytes_done, sizes.bytes_before)
+        _write_beside(path, temporary, config, shards)
+        temporary.rename(directory)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return sizes
 
 
 def _layout(path: Path, config: dict[str, Any]) -> ExpertLayout:
-    told = config.get("quantization_config")
-    if isinstance(told, dict) and told.get("quant_method") == QUANT_METHOD:
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         raise CheckpointError(f"{path}: the experts of this model are compressed already")
     if quantised_type(config) is not None:
         raise CheckpointError(
@@ -208,20 +210,20 @@ def _shards(path: Path, layout: ExpertLayout) -> list[_Shard]:
         files = sorted(
             {Path(name).name for name in read_json(path / INDEX, INDEX_BYTES)["weight_map"].values()}
         )
-    wanted = {
+    shapes = {
         name: shape
         for layer in layout.layers
         for expert in range(layout.num_experts)
         for name, *shape in layout.tensors(layer, expert)
     }
     names = Headers(path).list_tensors().keys()
-    parts = [(name, fused_tensors.find_fused_part(name, names.__contains__)) for name in wanted]
-    within: dict[str, dict[str, fused_tensors.FusedPart]] = {}
+    parts = [(name, fused_tensors.find_fused_part(name, names.__contains__)) for name in shapes]
+    fused_parts: dict[str, dict[str, fused_tensors.FusedPart]] = {}
     for name, part in parts:
         if part is not None:
-            within.setdefault(part.tensor, {})[name] = part
-    shards = [_shard(path / file, wanted, within) for file in files]
-    for name in sorted(wanted.keys() - {tensor.name for shard in shards for tensor in shard.tensors}):
+            fused_parts.setdefault(part.tensor, {})[name] = part
+    shards = [_shard(path / file, shapes, fused_parts) for file in files]
+    for name in sorted(shapes.keys() - {tensor.name for shard in shards for tensor in shard.tensors}):
         raise CheckpointError(f"{path}: tensor {name} is missing")
     return shards
 
@@ -231,9 +233,9 @@ def _shard(
 ) -> _Shard:
     """shapes: names of the experts' matrices -> their shapes. fused_parts: fused tensors -> matrices in
     them."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        entries = json.loads(opened.read(length))
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        entries = json.loads(stream.read(length))
     metadata = entries.pop("__metadata__", None) or {}
     tensors: list[_Tensor] = []
     for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
@@ -248,6 +250,7 @@ def _shard(
             continue
         kind = _Matrix if name in shapes else _Tensor
         tensors.append(kind(name, file, 8 + length + begin, end - begin, dtype, shape))
+    # Matrices are bytes and go first. Then widths fall, so that each offset is a multiple of the next width.
     tensors.sort(key=lambda tensor: (not isinstance(tensor, _Matrix), -tensor.width))
     return _Shard(file.name, tensors, metadata)
 
@@ -275,8 +278,9 @@ def _in_order(tensors: Iterable[_Tensor], threads: int) -> Generator[tuple[int, 
     pool = ThreadPoolExecutor(threads)
     try:
         for tensor in tensors:
-            for at, size in tensor.pieces():
-                waiting.append((size, pool.submit(tensor.read, at, size)))
+            for offset, size in tensor.pieces():
+                waiting.append((size, pool.submit(tensor.read, offset, size)))
+                # Enough pieces to keep every thread busy, and few enough to bound the memory.
                 if len(waiting) > 2 * threads:
                     read, future = waiting.popleft()
                     yield read, future.result()

@@ -56,6 +56,7 @@ def _refuse(name: str, value: object, allowed_values: str) -> CheckpointError:
 
 
 def _is_number(value: object) -> bool:
+    # In Python a bool is an int, but `true` is no number of a config.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -95,11 +96,11 @@ class Fields:
     ) -> int:
         """Returns an integer of at least `minimum`, and at most `maximum` or else MOST_INTEGER."""
         value = self.raw(name, default)
-        most = MOST_INTEGER if maximum is None else maximum
+        limit = MOST_INTEGER if maximum is None else maximum
         good = isinstance(value, int) and not isinstance(value, bool)
-        if not good or not minimum <= value <= most:
-            large = maximum is not None or (good and value > most)
-            top = f" and at most {most}" if large else ""
+        if not good or not minimum <= value <= limit:
+            large = maximum is not None or (good and value > limit)
+            top = f" and at most {limit}" if large else ""
             raise _refuse(self._prefix + name, value, f"an integer of at least {minimum}{top}")
         return int(value)
 
@@ -111,16 +112,16 @@ class Fields:
         """Returns a number from `minimum` to MOST_NUMBER."""
         value = self.raw(name, default)
         if not _is_number(value) or not minimum <= value <= MOST_NUMBER:
-            allowed = f"a number of at least {minimum:g}{_too_large(value, MOST_NUMBER)}"
-            raise _refuse(self._prefix + name, value, allowed)
+            allowed_numbers = f"a number of at least {minimum:g}{_too_large(value, MOST_NUMBER)}"
+            raise _refuse(self._prefix + name, value, allowed_numbers)
         return float(value)
 
     def number_above(self, name: str, low: float, default: Any = _REQUIRED) -> float:
         """Returns a number greater than `low`, and at most MOST_NUMBER."""
         value = self.raw(name, default)
         if not _is_number(value) or not low < value <= MOST_NUMBER:
-            allowed = f"a number above {low:g}{_too_large(value, MOST_NUMBER)}"
-            raise _refuse(self._prefix + name, value, allowed)
+            allowed_numbers = f"a number above {low:g}{_too_large(value, MOST_NUMBER)}"
+            raise _refuse(self._prefix + name, value, allowed_numbers)
         return float(value)
 
     def maybe_number(self, name: str, minimum: float = 0.0) -> float | None:
@@ -165,6 +166,7 @@ class Fields:
     def require_value(self, name: str, *allowed_values: object, reason: str = "") -> None:
         """Refuses any value but these. The key may be absent."""
         value = self.raw(name, allowed_values[0])
+        # The type counts as well, since 1 == True and 1 == 1.0 in Python.
         if not any(value == item and type(value) is type(item) for item in allowed_values):
             text = ", ".join(map(repr, allowed_values)) + (f" ({reason})" if reason else "")
             raise _refuse(self._prefix + name, value, text)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import ROWS, TURNED, ExpertLayout
-from moesaic.core.stored import is_packed
+from moesaic.core.experts import ROWS, TRANSPOSED_FORMS, ExpertLayout
+from moesaic.core.weight_types import is_packed
 from moesaic.models.checkpoint import Claims
 from moesaic.models.gguf.scheme import Gguf
 from moesaic.models.headers import BYTES, COMPRESSED_ROWS, Headers
@@ -48,21 +48,23 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
     """
     first = layout.tensors(layout.layers[0], 0)[0]
     plain = layout.form == ROWS and headers.find_quantized(*first) is None
-    compressed = plain and headers.find(*first).dtype == COMPRESSED_ROWS
-    if plain and (not compressed or is_packed(layout.dtype)):
+    is_compressed = plain and headers.find(*first).dtype == COMPRESSED_ROWS
+    if plain and (not is_compressed or is_packed(layout.dtype)):
         return None
     of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
     sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
     read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
     kind = layout.largest if is_packed(layout.largest) else "float32"
-    name = "columns" if layout.form in TURNED else DECOMPRESSED if compressed else kind
+    name = "columns" if layout.form in TRANSPOSED_FORMS else DECOMPRESSED if is_compressed else kind
     return Conversion(name, read, max(staging for _, staging in sizes.values()))
 
 
 def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, int]:
     """`read` and `staging` of a conversion of the first expert of a layer."""
     tensors = layout.tensors(layer, 0)
-    matrices = [] if layout.form in TURNED else [headers.find_quantized(*one) for one in tensors]
+    matrices = (
+        [] if layout.form in TRANSPOSED_FORMS else [headers.find_quantized(*tensor) for tensor in tensors]
+    )
     places = set()
     for name, *shape in tensors:
         matrix = headers.find_quantized(name, *shape)
@@ -72,10 +74,11 @@ def sizes_of(headers: Headers, layout: ExpertLayout, layer: int) -> tuple[int, i
             else {headers.locate_part(part)[0] for part in matrix.parts}
         )
     read = sum(place.size for place in places)
-    stored = layout.dtype_of(layer)
-    scratch = max((one.scratch(stored) for one in matrices if one is not None), default=0)
-    if any(place.dtype == COMPRESSED_ROWS for place in places) and not is_packed(stored):
+    dtype = layout.dtype_of(layer)
+    scratch = max((tensor.scratch(dtype) for tensor in matrices if tensor is not None), default=0)
+    if any(place.dtype == COMPRESSED_ROWS for place in places) and not is_packed(dtype):
         scratch = scratch_of("bfloat16", layout.hidden * layout.width)
+    # Whole blocks are read, so each tensor may bring a part of a block before it and one after it.
     return read, read + 2 * BLOCK * len(places) + scratch
 
 
@@ -85,7 +88,7 @@ def read_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> int | Non
     None: it is not quantised, the model is a GGUF file, whose header says it, or its matrices do not have
     groups of the size that the config says.
     """
-    scheme, found = parse(raw), dict[str, int]()
+    scheme, tensor_bytes = parse(raw), dict[str, int]()
     if scheme is None or isinstance(scheme, Gguf):
         return None
     for kind in ("F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
@@ -95,11 +98,11 @@ def read_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> int | Non
             except CheckpointError:
                 return None
             for part in () if matrix is None else matrix.parts:
-                of_one = part.shape[1:] if part.index and isinstance(part.index[0], int) else part.shape
+                expert_shape = part.shape[1:] if part.index and isinstance(part.index[0], int) else part.shape
                 size = 2 if part.dtypes == FLOATS else BYTES[part.dtypes[0]]
-                found[part.tensor] = size * math.prod(of_one)
-        if found:
-            return sum(found.values())
+                tensor_bytes[part.tensor] = size * math.prod(expert_shape)
+        if tensor_bytes:
+            return sum(tensor_bytes.values())
     return None
 
 
@@ -114,7 +117,7 @@ class CountingClaims(Claims):
     """Bytes of all tensors that were asked for, in the types in which they were."""
 
     def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
-        """As `Claims.tensor`."""
-        found = super().tensor(name, *shape, **options)
-        self.bytes += found.nbytes
-        return found
+        """Claims a tensor, and counts its bytes."""
+        claimed_tensor = super().tensor(name, *shape, **options)
+        self.bytes += claimed_tensor.nbytes
+        return claimed_tensor

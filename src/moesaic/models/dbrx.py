@@ -23,7 +23,7 @@ from moesaic.models.whole_norm import WholeNormAttention
 UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 """Tensors of some checkpoints that are not needed."""
 EPSILON = 1e-5
-"""Of all norms. It is in no config.json."""
+"""The epsilon of all norms. It is in no config.json."""
 THETA = 10000.0
 TRAINED = (*BENIGN, "is_encoder_decoder", "model_type", "hidden_size", "attn_pdrop", "moe_jitter_eps")
 TRAINED += ("moe_loss_weight", "uniform_expert_assignment")
@@ -87,10 +87,10 @@ def parse(raw: dict[str, Any]) -> Config:
     theta = attention.maybe_number("rope_theta", minimum=1.0)
     attention.ignore(*TRAINED)
     attention.refuse_unread()
-    found = rope.read(fields, max_position, theta or THETA)
-    if theta is not None and found.theta != theta:
+    rope_config = rope.read(fields, max_position, theta or THETA)
+    if theta is not None and rope_config.theta != theta:
         raise CheckpointError(
-            f"config.json: rope_parameters.rope_theta: got {found.theta:g}; allowed: {theta:g}, as in "
+            f"config.json: rope_parameters.rope_theta: got {rope_config.theta:g}; allowed: {theta:g}, as in "
             "attn_config"
         )
     config = _with_experts(
@@ -105,7 +105,7 @@ def parse(raw: dict[str, Any]) -> Config:
             num_experts=0,
             gating=Gating(1),
             max_position=max_position,
-            rope=found,
+            rope=rope_config,
         ),
     )
     fields.refuse_unread()
@@ -172,8 +172,8 @@ def _attention(config: Config, loader: Loader, table: rope.RopeTable, name: str)
     rows, keys = hidden + 2 * sizes.key * sizes.width, sizes.key * sizes.width
 
     def part(first: int, columns: slice) -> Projection:
-        kept = slice(first + columns.start, first + columns.stop)
-        return loader.input_projection(f"{name}.Wqkv", rows, hidden, kept)
+        part_rows = slice(first + columns.start, first + columns.stop)
+        return loader.input_projection(f"{name}.Wqkv", rows, hidden, part_rows)
 
     return WholeNormAttention(
         kernels=loader.kernels,
@@ -183,6 +183,7 @@ def _attention(config: Config, loader: Loader, table: rope.RopeTable, name: str)
         key=part(hidden, key),
         value=part(hidden + keys, key),
         out_proj=loader.output_projection(f"{name}.out_proj", hidden, hidden, query),
+        # `part` has selected this rank's heads already.
         query_columns=slice(None),
         key_columns=slice(None),
         clip=config.clip,

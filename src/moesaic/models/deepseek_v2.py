@@ -23,6 +23,7 @@ from moesaic.models.shared_experts import (
 )
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "first_k_dense_replace": 0,
     "intermediate_size": 11008,
@@ -40,8 +41,8 @@ def parse(raw: dict[str, Any]) -> Config:
     # Losses and parallelism of training; widths that follow from other keys.
     fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
-    every = fields.integer("moe_layer_freq", 1)
-    sparse = tuple(layer for layer in layers_after_dense(fields) if layer % every == 0)
+    step = fields.integer("moe_layer_freq", 1)
+    sparse = tuple(layer for layer in layers_after_dense(fields) if layer % step == 0)
     attention = read_sizes(fields, angles)
     return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, Names(corrections=()))
 
@@ -51,20 +52,20 @@ def _gating(fields: Fields) -> Gating:
     fields.require_value("topk_method", "greedy", "group_limited_greedy")
     if fields.raw("topk_method", "greedy") == "greedy":
         fields.ignore("n_group", "topk_group")
-        groups, kept = 1, 1
+        groups, groups_kept = 1, 1
     else:
-        groups, kept = read_groups(fields, experts)
-    top_k = fields.integer("num_experts_per_tok", maximum=experts * kept // groups)
+        groups, groups_kept = read_groups(fields, experts)
+    top_k = fields.integer("num_experts_per_tok", maximum=experts * groups_kept // groups)
     scale = fields.number("routed_scaling_factor", 1.0)
     if scale != 1.0 or top_k == 1:
-        why = (
+        reason = (
             "implementations of deepseek_v2 disagree on it with one expert per token or routed_scaling_factor"
         )
-        fields.require_value("norm_topk_prob", False, None, reason=why)
+        fields.require_value("norm_topk_prob", False, None, reason=reason)
     return Gating(
         top_k=top_k,
         normalise=fields.raw("norm_topk_prob", None) is not None and fields.flag("norm_topk_prob"),
         scale=scale,
         groups=groups,
-        groups_kept=kept,
+        groups_kept=groups_kept,
     )

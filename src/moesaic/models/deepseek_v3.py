@@ -22,6 +22,7 @@ from moesaic.models.shared_experts import (
 )
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse", "prediction_layer"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "first_k_dense_replace": 3,
     "intermediate_size": 18432,

@@ -48,16 +48,16 @@ class GatedDeltaNet:
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h] -> query: what the convolution mixes [n, C]; key: gates [n, 2 * Hv]; value: the gate of
         the output [n, Hv * dv]."""
-        mixed, gate, gates = self.kernels.linears(
+        mixed_rows, gate, gates = self.kernels.linears(
             rows, [self.mixed_proj, self.output_gate, self.gates], [None, None, None]
         )
-        return Projections(query=mixed, key=gates, value=gate)
+        return Projections(query=mixed_rows, key=gates, value=gate)
 
     def recur(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Rows of `project` -> [n, Hv * dv]. Changes `states`."""
         assert rows.value is not None
-        mixed = self.kernels.convolve(rows.query, self.taps, states, batch)
-        read = self.kernels.delta(mixed, rows.key, self.decay, self.bias, states, batch)
+        mixed_rows = self.kernels.convolve(rows.query, self.taps, states, batch)
+        read = self.kernels.delta(mixed_rows, rows.key, self.decay, self.bias, states, batch)
         return self.kernels.gated_norm(read, self.norm, rows.value, self.epsilon)
 
     def with_attention_kernels(self, kernels: Kernels) -> GatedDeltaNet:
@@ -77,19 +77,19 @@ def load(loader: Loader, name: str, sizes: StateSizes, hidden: int, epsilon: flo
     """
     joint = f"{name}.in_proj_qkv.weight" not in loader.checkpoint.names
     load_inputs = _by_head if joint else _by_part
-    mixed, gate, gates = load_inputs(loader, name, sizes, hidden)
+    mixed_proj, gate, gates = load_inputs(loader, name, sizes, hidden)
     values = _value_heads(loader, sizes)
     columns = columns_of(values, sizes.value_width)
     taps = loader.exact(f"{name}.conv1d.weight", sizes.channels, 1, sizes.taps)[:, 0].t()
-    kept = slice(values.start, values.stop)
+    head_rows = slice(values.start, values.stop)
     return GatedDeltaNet(
         kernels=loader.kernels,
-        mixed_proj=mixed,
+        mixed_proj=mixed_proj,
         output_gate=gate,
         gates=gates,
         taps=torch.cat([taps[:, part] for part in _mixed_parts(loader, sizes)], 1).contiguous().t(),
-        decay=_decay(loader, name, sizes.value_heads)[kept],
-        bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[kept],
+        decay=_decay(loader, name, sizes.value_heads)[head_rows],
+        bias=loader.exact(f"{name}.dt_bias", sizes.value_heads)[head_rows],
         norm=loader.exact(f"{name}.norm.weight", sizes.value_width),
         out_proj=loader.output_projection(
             f"{name}.out_proj", hidden, sizes.value_heads * sizes.value_width, columns
@@ -107,8 +107,8 @@ def _decay(loader: Loader, name: str, heads: int) -> torch.Tensor:
 
 def _value_heads(loader: Loader, sizes: StateSizes) -> range:
     """The value heads of the shard."""
-    keys, shared = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
-    return range(keys.start * shared, keys.stop * shared)
+    keys, heads_per_key = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
+    return range(keys.start * heads_per_key, keys.stop * heads_per_key)
 
 
 def _mixed_parts(loader: Loader, sizes: StateSizes) -> list[slice]:
@@ -123,21 +123,25 @@ def _mixed_parts(loader: Loader, sizes: StateSizes) -> list[slice]:
 def _by_part(loader: Loader, name: str, sizes: StateSizes, hidden: int) -> tuple[Weight, Weight, Weight]:
     values, width = _value_heads(loader, sizes), sizes.value_heads * sizes.value_width
     if loader.shard.size == 1:
-        mixed = loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden)
+        mixed_proj = loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden)
     else:
         parts = _mixed_parts(loader, sizes)
-        mixed = concat_rows([loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts])
-    kept = slice(values.start, values.stop)
-    gates = [loader.weight(f"{name}.in_proj_{gate}", sizes.value_heads, hidden, kept) for gate in "ba"]
+        mixed_proj = concat_rows(
+            [loader.weight(f"{name}.in_proj_qkv", sizes.channels, hidden, p) for p in parts]
+        )
+    head_rows = slice(values.start, values.stop)
+    gates = [loader.weight(f"{name}.in_proj_{gate}", sizes.value_heads, hidden, head_rows) for gate in "ba"]
     gate = loader.weight(f"{name}.in_proj_z", width, hidden, columns_of(values, sizes.value_width))
-    return mixed, gate, concat_rows(gates)
+    return mixed_proj, gate, concat_rows(gates)
 
 
 def _by_head(loader: Loader, name: str, sizes: StateSizes, hidden: int) -> tuple[Weight, Weight, Weight]:
-    keys, shared = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
-    widths = [sizes.key_width] * 2 + [shared * sizes.value_width] * 2
+    keys, heads_per_key = loader.shard.heads(sizes.key_heads), sizes.value_heads // sizes.key_heads
+    widths = [sizes.key_width] * 2 + [heads_per_key * sizes.value_width] * 2
     parts = _load_by_heads(loader, f"{name}.in_proj_qkvz", sizes.key_heads, keys, widths, hidden)
-    gates = _load_by_heads(loader, f"{name}.in_proj_ba", sizes.key_heads, keys, [shared, shared], hidden)
+    gates = _load_by_heads(
+        loader, f"{name}.in_proj_ba", sizes.key_heads, keys, [heads_per_key, heads_per_key], hidden
+    )
     return concat_rows(parts[:3]), parts[3], concat_rows(gates)
 
 

@@ -23,6 +23,7 @@ from moesaic.models.shared_experts import (
 )
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "first_k_dense_replace": 0,
     "intermediate_size": 10944,
@@ -66,6 +67,6 @@ def _windows(fields: Fields) -> tuple[int | None, ...]:
     layers, width = num_layers(fields), fields.maybe_integer("sliding_window")
     full = layers if width is None else min(layers, fields.integer("max_window_layers", minimum=0))
     fields.ignore("max_window_layers", "use_sliding_window")
-    allowed = (FULL,) if width is None else (FULL, SLIDING)
-    kinds = fields.words("layer_types", layers, allowed, [FULL] * full + [SLIDING] * (layers - full))
+    allowed_kinds = (FULL,) if width is None else (FULL, SLIDING)
+    kinds = fields.words("layer_types", layers, allowed_kinds, [FULL] * full + [SLIDING] * (layers - full))
     return tuple(width if kind == SLIDING else None for kind in kinds)

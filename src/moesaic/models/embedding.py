@@ -29,29 +29,30 @@ def nearest_known(
     spec = read_spec(path)
     shape = spec.vocab_size, spec.hidden_size
     name, checkpoint = "model.embed_tokens.weight", Checkpoint(path)
-    quantized = checkpoint.find_quantized(name, *shape) is not None
-    dtype = torch.float32 if quantized else checkpoint.dtype(name)
+    is_quantized = checkpoint.find_quantized(name, *shape) is not None
+    dtype = torch.float32 if is_quantized else checkpoint.dtype(name)
     return nearest(checkpoint.tensor(name, *shape, dtype=dtype), known_tokens, progress)
 
 
 def nearest(
     embedding: torch.Tensor, known_tokens: TokenArray, progress: Callable[[int, int], None] | None = None
 ) -> TokenArray:
-    """As nearest_known, for an embedding [V, h].
+    """Returns [V] the nearest known token of each row of an embedding [V, h].
 
     Example: rows (1, 0), (0, 2), (3, 1) with the first two known -> 0, 1, 0.
     """
     targets = _rows(embedding, known_tokens)
+    # Only the known rows need unit length: a factor of another row does not change which is nearest to it.
     targets /= np.maximum(np.linalg.norm(targets, axis=1, keepdims=True), 1e-12)
-    found = np.arange(len(embedding), dtype=np.int32)
-    others = np.setdiff1d(found, known_tokens)
+    neighbours = np.arange(len(embedding), dtype=np.int32)
+    unknown_tokens = np.setdiff1d(neighbours, known_tokens)
     step = max(1, CHUNK // len(known_tokens))
-    for start in range(0, len(others), step):
-        chunk = others[start : start + step]
-        found[chunk] = known_tokens[(_rows(embedding, chunk) @ targets.T).argmax(axis=1)]
+    for start in range(0, len(unknown_tokens), step):
+        chunk = unknown_tokens[start : start + step]
+        neighbours[chunk] = known_tokens[(_rows(embedding, chunk) @ targets.T).argmax(axis=1)]
         if progress is not None:
-            progress(min(start + step, len(others)), len(others))
-    return found
+            progress(min(start + step, len(unknown_tokens)), len(unknown_tokens))
+    return neighbours
 
 
 def _rows(embedding: torch.Tensor, tokens: TokenArray) -> FloatRows:

@@ -19,6 +19,7 @@ from moesaic.models.shared_experts import Config, Keys, Names, blocks, expert_na
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 UNUSED_TENSORS = (*shared_experts.UNUSED_TENSORS, r"model\.mtp_.*")
 """Tensors that are not needed, with those that predict several tokens at once."""
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "intermediate_size": 12288,
     "max_position_embeddings": 131072,
@@ -74,7 +75,7 @@ def _gating(fields: Fields) -> Gating:
 
 def _moe_layers(fields: Fields) -> tuple[int, ...]:
     """Returns the layers with routed experts: every moe_layer_interval-th from first to last index."""
-    every, first = fields.integer("moe_layer_interval"), fields.integer("moe_layer_start_index", minimum=0)
+    step, first = fields.integer("moe_layer_interval"), fields.integer("moe_layer_start_index", minimum=0)
     last = fields.integer("moe_layer_end_index", minimum=-1)
     stop = num_layers(fields) if last == -1 else min(num_layers(fields), last + 1)
-    return tuple(layer for layer in range(first, stop) if (layer + 1) % every == 0)
+    return tuple(layer for layer in range(first, stop) if (layer + 1) % step == 0)

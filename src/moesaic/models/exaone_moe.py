@@ -28,6 +28,7 @@ from moesaic.models.shared_experts import (
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 UNUSED_TENSORS = (*shared_experts.UNUSED_TENSORS, r"mtp\..*")
 """Tensors that are not needed, with those that predict several tokens at once."""
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "first_k_dense_replace": 1,
     "intermediate_size": 16384,
@@ -72,11 +73,11 @@ def parse(raw: dict[str, Any]) -> Config:
 def _windows(fields: Fields) -> tuple[int | None, ...]:
     """Returns the window of each layer: layer_types says which have one, or else sliding_window_pattern."""
     layers, width = num_layers(fields), fields.integer("sliding_window")
-    every = 1
+    step = 1
     if fields.raw("layer_types", None) is None:
-        every = fields.integer("sliding_window_pattern", 4)
+        step = fields.integer("sliding_window_pattern", 4)
     fields.ignore("sliding_window_pattern")
-    usual = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
+    usual = [FULL if (layer + 1) % step == 0 else SLIDING for layer in range(layers)]
     kinds = fields.words("layer_types", layers, (FULL, SLIDING), usual)
     return tuple(width if kind == SLIDING else None for kind in kinds)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
-from moesaic.core.text_config import text_of
+from moesaic.core.text_config import read_text_config
 from moesaic.models import hub
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
@@ -68,16 +68,16 @@ def gguf_at(path: Path) -> Path | None:
         return GgufModel(path).path
     if any(path.glob("*.safetensors")):
         return None
-    found = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not _is_later_part(file)]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:4])
+    gguf_files = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not _is_later_part(file)]
+    if len(gguf_files) > 1:
+        names = ", ".join(file.name for file in gguf_files[:4])
         raise ConfigError.field("model", str(path), f"one GGUF file; this directory has {names}")
-    return GgufModel(found[0]).path if found else None
+    return GgufModel(gguf_files[0]).path if gguf_files else None
 
 
 def _is_later_part(file: Path) -> bool:
-    found = SPLIT.fullmatch(file.name)
-    return found is not None and int(found[2]) != 1
+    match = SPLIT.fullmatch(file.name)
+    return match is not None and int(match[2]) != 1
 
 
 def refuse_gguf(path: Path, command: str) -> None:
@@ -107,14 +107,14 @@ def _check_directory(path: Path, problem: str) -> Path:
 
 
 def _from_hub(model: str, revision: str | None) -> Path:
-    why = f"no config.json in this repository; of one with GGUF files, name a file as {model}:Q4_K_M"
-    return _check_directory(hub.download(model, revision, MODEL), why)
+    problem = f"no config.json in this repository; of one with GGUF files, name a file as {model}:Q4_K_M"
+    return _check_directory(hub.download(model, revision, MODEL), problem)
 
 
 def _gguf_from_hub(file: HubFile, revision: str | None) -> Path:
     """A file that the cache has is not looked for on the hub."""
-    found = hub.gguf_in_cache(file, revision) or hub.download_gguf(file, revision, MODEL)
-    return GgufModel(found).path
+    path = hub.gguf_in_cache(file, revision) or hub.download_gguf(file, revision, MODEL)
+    return GgufModel(path).path
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class FoundModel:
     """What can be known of a model without a download of its weights."""
 
     config: Path
-    """Its config.json, or its GGUF file."""
+    """The model's config.json, or its GGUF file."""
     directory: Path | None = None
     """The whole checkpoint: its directory or GGUF file. A GGUF file on a hub has nothing but its header here.
     None: only small files are on this machine."""
@@ -137,7 +137,7 @@ class FoundModel:
         return self.directory is not None and self.files is None
 
     def read(self) -> dict[str, Any]:
-        """What its config.json says, or would say."""
+        """Reads what config.json of the model says, or would say for a GGUF file."""
         return read_config(self.config) if is_gguf(self.config) else read_json(self.config)
 
     @property
@@ -166,13 +166,13 @@ def find(model: str, folder: Path, revision: str | None = None) -> FoundModel:
         return FoundModel(path)
     if (file := parse_hub_file(model)) is not None and not path.exists():
         return _gguf_on_hub(file, revision, folder)
-    here = path.exists() or is_gguf(path)
-    if model == DEMO or here or path.is_absolute() or model.startswith((".", "~")):
-        found = resolve(model, revision)
-        return FoundModel(found if is_gguf(found) else found / "config.json", found)
-    cached = _in_cache(model, revision)
-    if cached is not None:
-        return FoundModel(cached / "config.json", cached)
+    is_local = path.exists() or is_gguf(path)
+    if model == DEMO or is_local or path.is_absolute() or model.startswith((".", "~")):
+        path_found = resolve(model, revision)
+        return FoundModel(path_found if is_gguf(path_found) else path_found / "config.json", path_found)
+    cached_folder = _in_cache(model, revision)
+    if cached_folder is not None:
+        return FoundModel(cached_folder / "config.json", cached_folder)
     gguf = hub.only_gguf(model, revision, MODEL)
     if gguf is not None:
         return _gguf_on_hub(gguf, revision, folder)
@@ -181,12 +181,12 @@ def find(model: str, folder: Path, revision: str | None = None) -> FoundModel:
 
 
 def _gguf_on_hub(file: HubFile, revision: str | None, folder: Path) -> FoundModel:
-    cached = hub.gguf_in_cache(file, revision)
-    if cached is not None:
-        return FoundModel(cached, cached, name=file.name)
+    cached_file = hub.gguf_in_cache(file, revision)
+    if cached_file is not None:
+        return FoundModel(cached_file, cached_file, name=file.name)
     files = hub.headers_of_gguf(file, revision, folder, MODEL)
-    found = folder / next(iter(files))
-    return FoundModel(found, found, files, file.name)
+    first_file = folder / next(iter(files))
+    return FoundModel(first_file, first_file, files, file.name)
 
 
 def _in_cache(model: str, revision: str | None) -> Path | None:
@@ -196,6 +196,7 @@ def _in_cache(model: str, revision: str | None) -> Path | None:
         return None
     if (path / INDEX).is_file():
         table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
+        # An interrupted download leaves an index without all of its shards.
         shards = set(map(str, table.values())) if isinstance(table, dict) else set()
         return path if shards and all((path / shard).is_file() for shard in shards) else None
     return path if (path / SINGLE).is_file() else None
@@ -208,6 +209,7 @@ def read_json(file: Path, max_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
     """
     try:
         size = file.stat().st_size
+        # Checked before reading, so that a damaged or hostile file cannot fill the memory.
         if size > max_bytes:
             raise CheckpointError(f"{file}: got {size} bytes; allowed: at most {max_bytes}")
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -238,8 +240,8 @@ class GenerationDefaults:
     @property
     def sampling(self) -> dict[str, Any]:
         """The specified values, by the names of SamplingParams."""
-        said = {name: value for name, value in asdict(self).items() if name != "eos_token_ids"}
-        return {name: value for name, value in said.items() if value is not None}
+        values = {name: value for name, value in asdict(self).items() if name != "eos_token_ids"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def generation_defaults(path: Path) -> GenerationDefaults:
@@ -247,19 +249,20 @@ def generation_defaults(path: Path) -> GenerationDefaults:
 
     Raises CheckpointError for a value that a request could not have.
     """
-    config = text_of(read_config(path))
+    config = read_text_config(read_config(path))
     file = path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
     if is_gguf(path):
         generation, file = GgufModel(path).generation, path
-    said = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
+    token_ids = _ids(config.get("eos_token_id")) | _ids(generation.get("eos_token_id"))
     size = config.get("vocab_size")
     end = size if isinstance(size, int) else float("inf")  # the model's own parser refuses other types
-    eos = [token for token in sorted(said) if 0 <= token < end]
+    eos = [token for token in sorted(token_ids) if 0 <= token < end]
     if generation.get("do_sample") is False:
         return GenerationDefaults(tuple(eos))
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = GenerationDefaults(tuple(eos), **{name: generation.get(name) for name in names})
+    # Checked like a request's own values, so that a bad file fails at the start and not at the first request.
     try:
         SamplingParams(**defaults.sampling)
     except RequestError as error:

@@ -58,7 +58,7 @@ def compute_fingerprint(path: Path) -> str:
 def difference(first: str, second: str) -> str:
     """Which parts of two fingerprints differ, in words for people. Empty if none does."""
     pairs = zip(PARTS, first.split("."), second.split("."), strict=True)
-    return ", ".join(part for part, mine, theirs in pairs if mine != theirs)
+    return ", ".join(part for part, first_word, second_word in pairs if first_word != second_word)
 
 
 def origin(path: Path) -> str:
@@ -66,9 +66,9 @@ def origin(path: Path) -> str:
 
     A compressed checkpoint computes the same bits as the one that it was made from, so it has that one's.
     """
-    told = read_config(path).get("quantization_config")
-    made_from = told.get(ORIGIN) if isinstance(told, dict) else None
-    return made_from if isinstance(made_from, str) else compute_fingerprint(path)
+    quantization = read_config(path).get("quantization_config")
+    fingerprint = quantization.get(ORIGIN) if isinstance(quantization, dict) else None
+    return fingerprint if isinstance(fingerprint, str) else compute_fingerprint(path)
 
 
 def stamp(path: Path) -> str:
@@ -128,14 +128,14 @@ class ExpertDigests:
         file = place.file
         if file not in self._digests:
             self._digests[file] = read_cache(_key(self._file_stats[file]))
-        known = self._digests[file]
-        if name not in known:
+        digests = self._digests[file]
+        if name not in digests:
             digest = _digest(file, [(place.offset, place.size)])
             if _key(_stat(file)) != _key(self._file_stats[file]):
                 raise _change_error(file)
-            known[name] = digest
+            digests[name] = digest
             self._new.add(file)
-        return known[name]
+        return digests[name]
 
 
 class DigestQueue:
@@ -157,32 +157,35 @@ class DigestQueue:
 
     def compute_next(self) -> dict[int, dict[int, str]]:
         """The digests of the next experts, layer -> expert -> digest: of as many as take about 0.1 s."""
-        found: dict[int, dict[int, str]] = {}
+        digests: dict[int, dict[int, str]] = {}
         end = time.monotonic() + 0.1
         while self._waiting and time.monotonic() < end:
             layer, expert = self._waiting.popleft()
-            found.setdefault(layer, {})[expert] = self._digests.digest_of(layer, expert)
+            digests.setdefault(layer, {})[expert] = self._digests.digest_of(layer, expert)
         if not self._waiting:
             self._digests.save()
-        return found
+        return digests
 
 
 @cache
 def _compute(path: Path, state: str) -> str:
-    kept = read_cache(state)
-    if not _FINGERPRINT.fullmatch(kept.get("fingerprint", "")):
+    entry = read_cache(state)
+    if not _FINGERPRINT.fullmatch(entry.get("fingerprint", "")):
         config = {key: value for key, value in read_config(path).items() if key not in NOT_COMPARED}
         tensors = Headers(path).list_tensors()
         names = (f"{name} {place.dtype} {place.shape}" for name, place in tensors.items())
-        most = SAMPLED // max(1, len(tensors))
-        sampled = (f"{name} {_digest(place.file, _samples(place, most))}" for name, place in tensors.items())
-        parts = _hash([json.dumps(config, sort_keys=True)]), _hash(names), _hash(sampled)
-        kept = {"fingerprint": ".".join(part[:16] for part in parts)}
+        max_bytes = SAMPLED // max(1, len(tensors))
+        samples = (
+            f"{name} {_digest(place.file, _samples(place, max_bytes))}" for name, place in tensors.items()
+        )
+        parts = _hash([json.dumps(config, sort_keys=True)]), _hash(names), _hash(samples)
+        entry = {"fingerprint": ".".join(part[:16] for part in parts)}
+        # A file that changed in between would give a fingerprint that no checkpoint has.
         if _state(path) != state:
             raise _change_error(path)
-        if sum(min(most, place.size) for place in tensors.values()) > KEPT:
-            write_cache(state, kept)
-    return kept["fingerprint"]
+        if sum(min(max_bytes, place.size) for place in tensors.values()) > KEPT:
+            write_cache(state, entry)
+    return entry["fingerprint"]
 
 
 def _samples(place: Place, max_bytes: int) -> list[tuple[int, int]]:
@@ -193,30 +196,30 @@ def _samples(place: Place, max_bytes: int) -> list[tuple[int, int]]:
     if place.size <= max_bytes:
         return [(place.offset, place.size)]
     size = max_bytes // 3
-    return [(place.offset + at, size) for at in (0, (place.size - size) // 2, place.size - size)]
+    return [(place.offset + start, size) for start in (0, (place.size - size) // 2, place.size - size)]
 
 
 def _digest(file: Path, spans: Iterable[tuple[int, int]]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     try:
-        with file.open("rb", buffering=0) as opened:
+        with file.open("rb", buffering=0) as stream:
             for offset, size in spans:
-                for at in range(offset, offset + size, PIECE):
-                    wanted = min(PIECE, offset + size - at)
-                    piece = os.pread(opened.fileno(), wanted, at)
-                    if len(piece) < wanted:
+                for begin in range(offset, offset + size, PIECE):
+                    length = min(PIECE, offset + size - begin)
+                    piece = os.pread(stream.fileno(), length, begin)
+                    if len(piece) < length:
                         raise CheckpointError(f"{file}: truncated since its header was read")
-                    found.update(piece)
+                    digest.update(piece)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def _hash(lines: Iterable[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for line in lines:
-        found.update(line.encode() + b"\n")
-    return found.hexdigest()
+        digest.update(line.encode() + b"\n")
+    return digest.hexdigest()
 
 
 # ---- the states of files
@@ -250,8 +253,8 @@ def _state(path: Path) -> str:
 
 
 def _change_error(path: Path) -> CheckpointError:
-    why = "the files changed since they were first read; restart to serve the new ones"
-    return CheckpointError(f"{path}: {why}")
+    problem = "the files changed since they were first read; restart to serve the new ones"
+    return CheckpointError(f"{path}: {problem}")
 
 
 # ---- the cache folder
@@ -264,9 +267,9 @@ def _file_of(key: str) -> Path:
 def read_cache(key: str) -> dict[str, str]:
     """What was kept under this name. Empty if nothing was, or nothing that can be read."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home, or nested deeply
-        found = json.loads(_file_of(key).read_text("utf-8"))
-        if isinstance(found, dict) and all(isinstance(value, str) for value in found.values()):
-            return found
+        entry = json.loads(_file_of(key).read_text("utf-8"))
+        if isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values()):
+            return entry
     return {}
 
 
@@ -275,9 +278,10 @@ def write_cache(key: str, value: dict[str, str]) -> None:
     with contextlib.suppress(OSError, RuntimeError):
         file = _file_of(key)
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        temporary = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            unfinished.write_text(json.dumps(value), "utf-8")
-            unfinished.replace(file)
+            temporary.write_text(json.dumps(value), "utf-8")
+            # Replaced in one step, since other processes may read the same entry now.
+            temporary.replace(file)
         finally:
-            unfinished.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)

@@ -54,8 +54,10 @@ class FusedPart:
 
     def tensor_shape(self, experts: int, rows: int, *columns: int) -> tuple[int, ...]:
         """Shape of the tensor for parts [rows, columns] or [rows]. experts: how many it seems to have."""
-        seen = max(experts, self.expert + 1)
-        return (seen * rows, *columns) if self.flat else (seen, self.count * rows, *columns)
+        # A tensor with too few experts must not fit: then a message names its shape and the one that is
+        # allowed.
+        num_experts = max(experts, self.expert + 1)
+        return (num_experts * rows, *columns) if self.flat else (num_experts, self.count * rows, *columns)
 
     def experts(self, shape: Sequence[Any], rows: int) -> int:
         """How many experts a tensor of this shape seems to have."""
@@ -82,26 +84,26 @@ def find_fused_part(name: str, has_tensor: Callable[[str], bool]) -> FusedPart |
     """
     if has_tensor(name):
         return None
-    found = MATRIX.fullmatch(name)
-    if found is None:
+    match = MATRIX.fullmatch(name)
+    if match is None:
         return _find_column_part(name, has_tensor)
-    prefix, expert, word = found.groups()
+    prefix, expert, word = match.groups()
     tensor, number, count = WHERE[word]
     granite = f"{prefix.removesuffix('.experts')}.{GRANITE[tensor]}"
-    stacked = f"{prefix}.{word}.weight"
-    if has_tensor(stacked):
-        return FusedPart(stacked, int(expert), 0, 1)
-    for each in (f"{prefix}.{tensor}", f"{prefix.replace(*RENAMED)}.{tensor}", granite):
-        if has_tensor(each):
-            return FusedPart(each, int(expert), number, count)
+    stacked_name = f"{prefix}.{word}.weight"
+    if has_tensor(stacked_name):
+        return FusedPart(stacked_name, int(expert), 0, 1)
+    for candidate in (f"{prefix}.{tensor}", f"{prefix.replace(*RENAMED)}.{tensor}", granite):
+        if has_tensor(candidate):
+            return FusedPart(candidate, int(expert), number, count)
     return None
 
 
 def _find_column_part(name: str, has_tensor: Callable[[str], bool]) -> FusedPart | None:
-    flat = FLAT.fullmatch(name)
-    if flat is not None and has_tensor(f"{flat[1]}.{flat[3]}"):
-        return FusedPart(f"{flat[1]}.{flat[3]}", int(flat[2]), 0, 1, flat=True)
-    found = WHOLE.fullmatch(name)
-    if found is None or not has_tensor(f"{found[1]}.{found[3]}"):
+    flat_match = FLAT.fullmatch(name)
+    if flat_match is not None and has_tensor(f"{flat_match[1]}.{flat_match[3]}"):
+        return FusedPart(f"{flat_match[1]}.{flat_match[3]}", int(flat_match[2]), 0, 1, flat=True)
+    match = WHOLE.fullmatch(name)
+    if match is None or not has_tensor(f"{match[1]}.{match[3]}"):
         return None
-    return FusedPart(f"{found[1]}.{found[3]}", int(found[2]), 0, 1)
+    return FusedPart(f"{match[1]}.{match[3]}", int(match[2]), 0, 1)

@@ -46,8 +46,10 @@ class GatedAttention(GroupedQueryAttention):
         width = self.head_width
         half = width // 2  # joined again, the queries are dense
         dense = self.kernels.join(query[..., :half], query[..., half:width])
-        attended = super().attend(dense, keys, values, batch)
-        return self.kernels.sigmoid_times(attended.view(-1, query.shape[1], width), query[..., width:])
+        attention_output = super().attend(dense, keys, values, batch)
+        return self.kernels.sigmoid_times(
+            attention_output.view(-1, query.shape[1], width), query[..., width:]
+        )
 
 
 def gated_attention(loader: Loader, name: str, sizes: Heads, rope: RopeTable) -> GatedAttention:

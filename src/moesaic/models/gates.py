@@ -17,27 +17,33 @@ def read_groups(fields: Fields, experts: int, least: int = 1) -> tuple[int, int]
 
     least: minimum number of experts in a group. Raises CheckpointError for numbers that do not fit.
     """
-    groups, kept = fields.maybe_integer("n_group"), fields.maybe_integer("topk_group")
-    if groups is None or kept is None or experts % groups or experts // groups < least or kept > groups:
-        more = f" that leaves at least {least} in a group" if least > 1 else ""
+    groups, groups_kept = fields.maybe_integer("n_group"), fields.maybe_integer("topk_group")
+    if (
+        groups is None
+        or groups_kept is None
+        or experts % groups
+        or experts // groups < least
+        or groups_kept > groups
+    ):
+        condition = f" that leaves at least {least} in a group" if least > 1 else ""
         raise CheckpointError(
-            f"config.json: n_group, topk_group: got {groups}, {kept}; allowed: a divisor of {experts} "
-            f"experts{more}, and at most as many groups"
+            f"config.json: n_group, topk_group: got {groups}, {groups_kept}; allowed: a divisor of {experts} "
+            f"experts{condition}, and at most as many groups"
         )
-    return groups, kept
+    return groups, groups_kept
 
 
 def read_corrected(fields: Fields, experts: int) -> Gating:
     """Reads the gate of DeepSeek-V3 (2024, section 2.1.2): sigmoids, and a bias that only chooses."""
     fields.require_value("scoring_func", "sigmoid")
     fields.require_value("topk_method", "noaux_tc")
-    groups, kept = read_groups(fields, experts, least=2)
+    groups, groups_kept = read_groups(fields, experts, least=2)
     return Gating(
-        top_k=fields.integer("num_experts_per_tok", maximum=experts * kept // groups),
+        top_k=fields.integer("num_experts_per_tok", maximum=experts * groups_kept // groups),
         normalise=fields.flag("norm_topk_prob"),
         scale=fields.number("routed_scaling_factor"),
         groups=groups,
-        groups_kept=kept,
+        groups_kept=groups_kept,
         scores="sigmoid",
         group_scores="two best",
         sum_epsilon=ADDED,

@@ -24,6 +24,7 @@ from moesaic.models.shared_experts import (
 )
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse", "prediction_layer"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "first_k_dense_replace": 1,
     "intermediate_size": 10944,
@@ -43,8 +44,8 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("model_type", "glm4_moe")
     partial = fields.number_above("partial_rotary_factor", 0.0, 0.5)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0, partial)
-    normed = fields.flag("use_qk_norm", False)
-    heads = replace(read_heads(fields, fields.number("rms_norm_eps"), normed), out_bias=False)
+    has_head_norms = fields.flag("use_qk_norm", False)
+    heads = replace(read_heads(fields, fields.number("rms_norm_eps"), has_head_norms), out_bias=False)
     attention = GroupedQuery(heads, angles.count_rotated(heads.width))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))
     return read(fields, "glm4_moe", attention, angles, gating, layers_after_dense(fields))

@@ -11,6 +11,7 @@ from moesaic.models.latent import read_sizes
 from moesaic.models.shared_experts import UNUSED_TENSORS, Config, blocks, expert_names, layers_by_type, read
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "intermediate_size": 10240,
     "max_position_embeddings": 202752,

@@ -48,7 +48,7 @@ class Config:
     gating: Gating
     activation: Activation
     windows: tuple[int | None, ...]
-    """Of each layer: tokens that a token attends to; None: all."""
+    """The window of each layer: how many tokens a token attends to. None means all."""
     max_position: int
     rope: rope.RopeConfig
     rows: bool
@@ -74,9 +74,9 @@ class Config:
 
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
-    named = raw.get("rope_parameters") is not None or raw.get("rope_scaling") is not None
+    has_scaling = raw.get("rope_parameters") is not None or raw.get("rope_scaling") is not None
     fields = Fields(
-        {"head_dim": 64, "attention_bias": True} | raw | ({} if named else {"rope_scaling": YARN})
+        {"head_dim": 64, "attention_bias": True} | raw | ({} if has_scaling else {"rope_scaling": YARN})
     )
     fields.require_value("model_type", "gpt_oss")
     fields.require_value("hidden_act", "silu")
@@ -86,8 +86,8 @@ def parse(raw: dict[str, Any]) -> Config:
         fields.integer("max_position_embeddings", 131072),
     )
     fields.require_value("num_experts", experts)
-    chosen = fields.integer("num_experts_per_tok", 4, maximum=experts)
-    fields.require_value("experts_per_token", chosen)
+    top_k = fields.integer("num_experts_per_tok", 4, maximum=experts)
+    fields.require_value("experts_per_token", top_k)
     layers, epsilon = (
         fields.integer("num_hidden_layers", 36, maximum=MOST_LAYERS),
         fields.number("rms_norm_eps", 1e-5),
@@ -101,10 +101,10 @@ def parse(raw: dict[str, Any]) -> Config:
         epsilon=epsilon,
         has_tied_embeddings=fields.flag("tie_word_embeddings", False),
         num_experts=experts,
-        gating=Gating(chosen, normalise=True, bias_target="products"),
+        gating=Gating(top_k, normalise=True, bias_target="products"),
         activation=Activation(
             alpha=fields.number_above("swiglu_alpha", 0.0, 1.702),
-            added=1.0,
+            up_offset=1.0,
             limit=fields.number_above("swiglu_limit", 0.0, 7.0),
         ),
         windows=_windows(fields, layers),
@@ -117,8 +117,8 @@ def parse(raw: dict[str, Any]) -> Config:
 
 
 def _in_rows(raw: dict[str, Any]) -> bool:
-    told = raw.get("quantization_config")
-    return isinstance(told, dict) and told.get("quant_method") in ("mxfp4", METHOD)
+    quantization = raw.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") in ("mxfp4", METHOD)
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:

@@ -30,6 +30,7 @@ from moesaic.models.shared_experts import (
 from moesaic.models.spec import Multipliers
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "intermediate_size": 11008,
     "max_position_embeddings": 2048,
@@ -61,8 +62,8 @@ def parse(raw: dict[str, Any]) -> Config:
     heads = replace(read_heads(fields, fields.number("rms_norm_eps")), scale=scale)
     top_k = fields.integer("num_experts_per_tok", maximum=fields.integer("num_local_experts"))
     gating = Gating(top_k, normalise=True)
-    every, attention = tuple(range(num_layers(fields))), GroupedQuery(heads, heads.width)
-    config = read(fields, "granitemoe", attention, angles, gating, every, NAMES, keys=KEYS)
+    layers, attention = tuple(range(num_layers(fields))), GroupedQuery(heads, heads.width)
+    config = read(fields, "granitemoe", attention, angles, gating, layers, NAMES, keys=KEYS)
     return replace(config, epsilon=config.epsilon / residual**2, multipliers=factors)
 
 

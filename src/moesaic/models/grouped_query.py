@@ -12,7 +12,7 @@ from moesaic.models.spec import KVLayout
 
 @dataclass(frozen=True)
 class GroupedQuery:
-    """See `shared_experts.AttentionSizes`."""
+    """The sizes of grouped-query attention, as `shared_experts.AttentionSizes` asks for them."""
 
     sizes: Heads
     rotated_width: int

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import COMPRESSED, row_bytes
+from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes
 from moesaic.models import fused_tensors
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
@@ -38,7 +38,7 @@ COMPRESSED_ROWS = "U8"
 WIDTHS = {**NUMBERS, COMPRESSED_ROWS: 1}
 BYTES = {**WIDTHS, "F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
 """The same with the types that parts of quantised matrices may have."""
-STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED: COMPRESSED_ROWS}
+STORED = {"float32": "F32", "bfloat16": "BF16", COMPRESSED_DTYPE: COMPRESSED_ROWS}
 """Data type that weights are computed from -> its name in files."""
 
 
@@ -52,7 +52,7 @@ class Place:
     size: int
     """Size in bytes."""
     dtype: str
-    """As the header has it: a key of WIDTHS where `Headers.find` returned the place."""
+    """The type as the header has it. It is a key of WIDTHS where `Headers.find` returned the place."""
     shape: tuple[int, ...]
 
 
@@ -101,35 +101,35 @@ class Headers:
         entry = header.entries.get(part.tensor)
         if not isinstance(entry, dict):
             raise CheckpointError(f"{header.file}: tensor {part.tensor} is missing")
-        found = _any_place(part.tensor, entry, header)
+        tensor_place = _any_place(part.tensor, entry, header)
         try:
-            part.check(found.dtype, found.shape)
+            part.check(tensor_place.dtype, tensor_place.shape)
         except CheckpointError as error:
             raise CheckpointError(f"{header.file}: {error}") from None
-        if found.size != _size(found.dtype, found.shape):
-            what = f"tensor {part.tensor} has {found.size} bytes"
-            raise CheckpointError(f"{header.file}: truncated or corrupt: {what}")
-        return found
+        if tensor_place.size != _size(tensor_place.dtype, tensor_place.shape):
+            problem = f"tensor {part.tensor} has {tensor_place.size} bytes"
+            raise CheckpointError(f"{header.file}: truncated or corrupt: {problem}")
+        return tensor_place
 
     def locate_part(self, part: Part) -> tuple[Place, Part]:
         """The place of what belongs to a matrix, and the part of a tensor that is only there.
 
         It is that of one expert where a tensor has all experts of a layer.
         """
-        whole, first = self.place(part), part.index[0] if part.index else None
+        whole_place, first = self.place(part), part.index[0] if part.index else None
         if not isinstance(first, int):
-            return whole, part
-        size = whole.size // whole.shape[0]
-        at = whole.offset + first * size
-        place = Place(whole.file, at, size, whole.dtype, (1, *whole.shape[1:]))
+            return whole_place, part
+        size = whole_place.size // whole_place.shape[0]
+        offset = whole_place.offset + first * size
+        place = Place(whole_place.file, offset, size, whole_place.dtype, (1, *whole_place.shape[1:]))
         return place, replace(part, index=(0, *part.index[1:]))
 
     def reader(self, read_bytes: Callable[[Place], Bytes]) -> Callable[[Part], Array]:
         """What `Matrix.packed` and `Matrix.floats` call. read_bytes: returns the bytes of a place."""
 
         def read(part: Part) -> Array:
-            place, mine = self.locate_part(part)
-            return as_array(read_bytes(place), place.dtype, mine, place.shape)
+            place, own_part = self.locate_part(part)
+            return as_array(read_bytes(place), place.dtype, own_part, place.shape)
 
         return read
 
@@ -143,9 +143,9 @@ class Headers:
 
         The place of an expert's matrix may be within a larger tensor (fused.py).
         """
-        inside = fused_tensors.find_fused_part(name, self._has_tensor)
-        if inside is not None:
-            return self._locate_fused(inside, *shape)
+        fused_part = fused_tensors.find_fused_part(name, self._has_tensor)
+        if fused_part is not None:
+            return self._locate_fused(fused_part, *shape)
         shard = self._shards.get(name, INDEX) if self._shards else SINGLE
         if shard == INDEX:
             raise CheckpointError(f"{self._list}: tensor {name} is missing")
@@ -153,13 +153,13 @@ class Headers:
         file, entry = header.file, header.entries.get(name)
         if not isinstance(entry, dict):
             raise CheckpointError(f"{file}: tensor {name} is missing")
-        kind, found = str(entry.get("dtype")), entry.get("shape")
-        allowed = f"{', '.join(NUMBERS)} {list(shape)}"
+        kind, file_shape = str(entry.get("dtype")), entry.get("shape")
+        allowed_types = f"{', '.join(NUMBERS)} {list(shape)}"
         if kind == COMPRESSED_ROWS and len(shape) == 2:
-            shape = shape[0], row_bytes(COMPRESSED, shape[1])
-            allowed += f", {kind} {list(shape)} (compressed)"
-        if kind not in WIDTHS or found != list(shape) or (kind == COMPRESSED_ROWS and len(shape) != 2):
-            raise CheckpointError(f"{file}: tensor {name}: got {kind} {found}; allowed: {allowed}")
+            shape = shape[0], row_bytes(COMPRESSED_DTYPE, shape[1])
+            allowed_types += f", {kind} {list(shape)} (compressed)"
+        if kind not in WIDTHS or file_shape != list(shape) or (kind == COMPRESSED_ROWS and len(shape) != 2):
+            raise CheckpointError(f"{file}: tensor {name}: got {kind} {file_shape}; allowed: {allowed_types}")
         span, size = entry.get("data_offsets"), math.prod(shape) * WIDTHS[kind]
         if not _fits(span, size, header.size):
             place = f"{size} bytes at {span} of {header.size}"
@@ -169,16 +169,16 @@ class Headers:
     def _locate_fused(self, fused_part: fused_tensors.FusedPart, *shape: int) -> Place:
         """The place of a part of this shape in a fused tensor, whose numbers are not compressed."""
         entry = self._entries(fused_part.tensor).get(fused_part.tensor)
-        found = entry.get("shape") if isinstance(entry, dict) else None
-        experts = fused_part.experts(found if isinstance(found, list) else [], shape[0])
-        whole = self.find(fused_part.tensor, *fused_part.tensor_shape(experts, *shape))
-        width = WIDTHS[whole.dtype]
-        if whole.dtype == COMPRESSED_ROWS:
+        file_shape = entry.get("shape") if isinstance(entry, dict) else None
+        experts = fused_part.experts(file_shape if isinstance(file_shape, list) else [], shape[0])
+        whole_place = self.find(fused_part.tensor, *fused_part.tensor_shape(experts, *shape))
+        width = WIDTHS[whole_place.dtype]
+        if whole_place.dtype == COMPRESSED_ROWS:
             raise CheckpointError(
-                f"{whole.file}: tensor {fused_part.tensor}: got {whole.dtype}; allowed: numbers"
+                f"{whole_place.file}: tensor {fused_part.tensor}: got {whole_place.dtype}; allowed: numbers"
             )
-        at = whole.offset + width * fused_part.first(*shape)
-        return Place(whole.file, at, width * math.prod(shape), whole.dtype, shape)
+        offset = whole_place.offset + width * fused_part.first(*shape)
+        return Place(whole_place.file, offset, width * math.prod(shape), whole_place.dtype, shape)
 
     def _has_tensor(self, name: str) -> bool:
         return name in self._shards if self._shards else name in self._entries(name)
@@ -203,29 +203,33 @@ class Headers:
 
     def list_tensors(self) -> dict[str, Place]:
         """Every tensor of the directory by name, in the order of the names. A data type can be any word."""
-        found = {}
+        places = {}
         for shard in sorted(set(self._shards.values())) or [SINGLE]:
             header = self._headers.get(shard) or self._open(shard)
             for name, entry in header.entries.items():
                 if name != METADATA and self._shards.get(name, shard) == shard:
-                    found[name] = _any_place(name, entry, header)
-        return dict(sorted(found.items()))
+                    places[name] = _any_place(name, entry, header)
+        return dict(sorted(places.items()))
 
     def _read_gguf(self, path: Path) -> dict[str, str]:
         """Fills in the headers of a GGUF model's files. Returns tensor -> file."""
-        found = {}
+        shards = {}
         for name, (file, tensor) in Model(path).tensors.items():
             header = self._headers.setdefault(file.name, _Header(file, 0, file.stat().st_size, {}))
             span = [tensor.offset, tensor.offset + tensor.size]
             header.entries[name] = {"dtype": tensor.kind, "shape": list(tensor.shape), "data_offsets": span}
-            found[name] = file.name
-        return found
+            shards[name] = file.name
+        return shards
 
     def _open(self, shard: str) -> _Header:
         file = self.path / shard
         try:
             header = self._headers[shard] = _read(file)
-        except (OSError, ValueError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+        ) as error:  # RecursionError: JSON that is nested too deeply
             raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
         return header
 
@@ -244,6 +248,7 @@ def _index(path: Path) -> dict[str, str]:
         return {}
     try:
         table = read_json(file, INDEX_BYTES)["weight_map"]
+        # Only the last part of a path, so that an index cannot name a file outside of its directory.
         names = {str(name): Path(shard).name for name, shard in table.items()}
         if not all(map(str.isprintable, set(names.values()))):
             raise TypeError("a file's name is not printable")
@@ -254,15 +259,15 @@ def _index(path: Path) -> dict[str, str]:
 
 def _read(file: Path) -> _Header:
     """Reads a file's header. Raises OSError or ValueError."""
-    with file.open("rb") as opened:
+    with file.open("rb") as stream:
         size = file.stat().st_size
-        length = int.from_bytes(opened.read(8), "little")
+        length = int.from_bytes(stream.read(8), "little")
         begin = 8 + length
         if begin > size:
             raise ValueError(f"its header has {begin} bytes, but the file {size}")
         if length > MOST_HEADER:
             raise ValueError(f"its header has {length} bytes; allowed: at most {MOST_HEADER}")
-        entries = json.loads(opened.read(length))
+        entries = json.loads(stream.read(length))
     if not isinstance(entries, dict):
         raise ValueError(f"its header is a {type(entries).__name__}")
     _check_ranges(entries, size - begin)
@@ -296,5 +301,5 @@ def _is_shape(shape: Any) -> TypeGuard[list[int]]:
 def _fits(span: Any, size: int | None, length: int) -> TypeGuard[list[int]]:
     """Whether `span`, read from a file, is a range [begin, end] of `size` bytes (None: any) within `length`
     bytes."""
-    whole = isinstance(span, list) and [type(at) for at in span] == [int, int]
-    return whole and 0 <= span[0] <= span[1] <= length and size in (None, span[1] - span[0])
+    is_range = isinstance(span, list) and [type(end) for end in span] == [int, int]
+    return is_range and 0 <= span[0] <= span[1] <= length and size in (None, span[1] - span[0])

@@ -57,12 +57,12 @@ def gguf_in_cache(file: HubFile, revision: str | None) -> Path | None:
     folder = find_cached(file.repository, revision)
     if folder is None:
         return None
-    names = {str(one.relative_to(folder)) for one in folder.rglob(f"*{SUFFIX}")}
+    names = {str(path.relative_to(folder)) for path in folder.rglob(f"*{SUFFIX}")}
     try:
-        found = file.files(names)
+        first_files = file.files(names)
     except ConfigError:
         return None
-    return folder / found[0] if set(found) <= names else None
+    return folder / first_files[0] if set(first_files) <= names else None
 
 
 def download_gguf(file: HubFile, revision: str | None, allowed_names: str) -> Path:
@@ -71,8 +71,8 @@ def download_gguf(file: HubFile, revision: str | None, allowed_names: str) -> Pa
 
     with translate_errors(file.name, revision, allowed_names):
         names = file.files(_list_files(file.repository, revision).names)
-        found = [hf_hub_download(file.repository, name, revision=revision) for name in names]
-    return Path(found[0])
+        paths = [hf_hub_download(file.repository, name, revision=revision) for name in names]
+    return Path(paths[0])
 
 
 def small_files(
@@ -91,8 +91,8 @@ def small_files(
         tree = HfApi().list_repo_tree(model, revision=revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
         files = {name: size for name, size in sizes.items() if _is_downloaded(name)}
-        name, most = index
-        if files.get(name, most + 1) <= most:
+        name, max_bytes = index
+        if files.get(name, max_bytes + 1) <= max_bytes:
             hf_hub_download(model, name, revision=revision, local_dir=folder)
     return files
 
@@ -129,8 +129,8 @@ def _list_files(repository: str, revision: str | None) -> _Listing:
     """All files of a repository, and the commit that a revision stands for now."""
     from huggingface_hub import HfApi
 
-    found = HfApi().model_info(repository, revision=revision)
-    return _Listing(found.sha, {one.rfilename for one in found.siblings or ()})
+    info = HfApi().model_info(repository, revision=revision)
+    return _Listing(info.sha, {sibling.rfilename for sibling in info.siblings or ()})
 
 
 def _is_safetensors(name: str) -> bool:
@@ -139,21 +139,24 @@ def _is_safetensors(name: str) -> bool:
 
 def _is_downloaded(name: str) -> bool:
     """Whether `download` brings this file of a hub."""
-    return any(fnmatch(name, one) for one in PATTERNS) and not any(fnmatch(name, one) for one in IGNORED)
+    return any(fnmatch(name, pattern) for pattern in PATTERNS) and not any(
+        fnmatch(name, pattern) for pattern in IGNORED
+    )
 
 
 def _header(repository: str, commit: str | None, name: str, folder: Path) -> int:
     """Writes one file with nothing but its header. Returns its bytes on the hub."""
+    # The hub's name becomes a path on this machine, so it must stay in the folder.
     if ".." in PurePosixPath(name).parts or name.startswith("/"):
         raise CheckpointError(f"model: {repository}: got a file {name!r}; allowed: names inside a repository")
     from huggingface_hub import hf_hub_url
 
-    url, called = hf_hub_url(repository, name, revision=commit), f"{repository}:{name}"
+    url, hub_name = hf_hub_url(repository, name, revision=commit), f"{repository}:{name}"
     try:
-        with translate_errors(called, commit, "", name):
+        with translate_errors(hub_name, commit, "", name):
             header, size = read_header(partial(_range, url))
     except ValueError as error:
-        raise CheckpointError(f"{called}: {error}") from error
+        raise CheckpointError(f"{hub_name}: {error}") from error
     path = folder / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,16 +178,16 @@ def _range(url: str, begin: int, end: int) -> tuple[bytes, int]:
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
 
-    wanted = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
-    with get_session().stream("GET", url, headers=wanted, timeout=SECONDS) as answer:
-        told = str(answer.headers.get("Content-Range", ""))
-        if answer.status_code == 416 and re.fullmatch(r"bytes \*/0", told):
+    headers = {**build_hf_headers(), "Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+    with get_session().stream("GET", url, headers=headers, timeout=SECONDS) as answer:
+        content_range = str(answer.headers.get("Content-Range", ""))
+        if answer.status_code == 416 and re.fullmatch(r"bytes \*/0", content_range):
             return b"", 0
         hf_raise_for_status(answer)
-        found = re.fullmatch(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", told)
-        if answer.status_code != 206 or found is None:
+        match = re.fullmatch(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})", content_range)
+        if answer.status_code != 206 or match is None:
             raise ValueError("its header cannot be read alone: the server does not send ranges of a file")
-        first, last, size = map(int, found.groups())
+        first, last, size = map(int, match.groups())
         if (first, last) != (begin, min(end, size) - 1):
             raise ValueError(f"got bytes {first} to {last} of {size}; asked for {begin} to {end - 1}")
         data = bytearray()

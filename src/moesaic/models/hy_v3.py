@@ -25,6 +25,7 @@ from moesaic.models.shared_experts import (
 )
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 13312,

@@ -105,11 +105,11 @@ class LatentAttention:
         plain, rotary = self._query(rows).tensor_split([self.sizes.nope_width], dim=-1)
         rotary = self._rotate(rotary, positions)
         query = self.kernels.join(self.kernels.head_linear(plain, self.key_up), rotary)
-        both = self.kernels.linear(rows, self.latent.weight, self.latent.bias)
-        latent, shared = both.tensor_split([self.sizes.kv_rank], dim=-1)
+        joint = self.kernels.linear(rows, self.latent.weight, self.latent.bias)
+        latent, shared_key = joint.tensor_split([self.sizes.kv_rank], dim=-1)
         latent = self.kernels.rms_norm(latent, self.latent_norm, NORM_EPSILON)
-        shared = self._rotate(shared[:, None], positions)
-        return Projections(query, self.kernels.join(latent[:, None], shared), None)
+        shared_key = self._rotate(shared_key[:, None], positions)
+        return Projections(query, self.kernels.join(latent[:, None], shared_key), None)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotates heads [n, H, rope_width]."""
@@ -146,31 +146,40 @@ class LatentAttention:
 
         This includes the up-projection of values.
         """
-        lifted = self.value_up.transpose(1, 2)
-        dtype = lifted.dtype if lifted.dtype in kernels.unconverted_dtypes else torch.float32
-        return replace(self, kernels=kernels, value_up=lifted.to("cpu", dtype).contiguous().transpose(1, 2))
+        value_proj = self.value_up.transpose(1, 2)
+        # Types that the CPU's kernels do not read become float32 once, here, and not at each use.
+        dtype = value_proj.dtype if value_proj.dtype in kernels.unconverted_dtypes else torch.float32
+        return replace(
+            self, kernels=kernels, value_up=value_proj.to("cpu", dtype).contiguous().transpose(1, 2)
+        )
 
 
 def latent_attention(loader: Loader, name: str, sizes: LatentSizes, rope: RopeTable) -> LatentAttention:
     """Loads the tensors under `name`: the heads of the loader's shard, and the latent of all heads."""
-    heads, width, lifted = sizes.heads, sizes.nope_width + sizes.rope_width, sizes.nope_width + sizes.value
-    rank, both, local = sizes.query_rank, heads * width, loader.shard.heads(heads)
+    heads, width, lifted_width = (
+        sizes.heads,
+        sizes.nope_width + sizes.rope_width,
+        sizes.nope_width + sizes.value,
+    )
+    rank, query_width, local = sizes.query_rank, heads * width, loader.shard.heads(heads)
     query_columns, value_columns = columns_of(local, width), columns_of(local, sizes.value)
     if rank is None:
-        down, norm = None, None
-        query = loader.input_projection(f"{name}.q_proj", both, sizes.hidden, query_columns)
+        query_down, query_norm = None, None
+        query = loader.input_projection(f"{name}.q_proj", query_width, sizes.hidden, query_columns)
     else:
-        down = loader.projection(f"{name}.q_a_proj", rank, sizes.hidden, sizes.bias)
-        norm = loader.exact(f"{name}.q_a_layernorm.weight", rank)
-        query = loader.input_projection(f"{name}.q_b_proj", both, rank, query_columns)
-    up = loader.matrix(f"{name}.kv_b_proj", heads * lifted, sizes.kv_rank, columns_of(local, lifted))
-    key_up, value_up = up.view(len(local), -1, sizes.kv_rank).tensor_split([sizes.nope_width], dim=1)
+        query_down = loader.projection(f"{name}.q_a_proj", rank, sizes.hidden, sizes.bias)
+        query_norm = loader.exact(f"{name}.q_a_layernorm.weight", rank)
+        query = loader.input_projection(f"{name}.q_b_proj", query_width, rank, query_columns)
+    kv_up = loader.matrix(
+        f"{name}.kv_b_proj", heads * lifted_width, sizes.kv_rank, columns_of(local, lifted_width)
+    )
+    key_up, value_up = kv_up.view(len(local), -1, sizes.kv_rank).tensor_split([sizes.nope_width], dim=1)
     return LatentAttention(
         kernels=loader.kernels,
         rope=rope,
         sizes=replace(sizes, heads=len(local)),
-        query_down=down,
-        query_norm=norm,
+        query_down=query_down,
+        query_norm=query_norm,
         query=query,
         latent=loader.projection(
             f"{name}.kv_a_proj_with_mqa", sizes.kv_rank + sizes.rope_width, sizes.hidden, sizes.bias

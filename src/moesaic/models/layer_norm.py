@@ -42,13 +42,13 @@ class LayerNormBlock(DecoderBlock):
     centring: Centring
 
     def pre_attention(self, hidden: torch.Tensor, positions: torch.Tensor) -> Projections:
-        """See `DecoderBlock.pre_attention`."""
+        """hidden [n, h] and positions [n] -> query, key and value of each row, after a LayerNorm."""
         return super().pre_attention(self.centring.apply(hidden), positions)
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput:
-        """See `DecoderBlock.gate`."""
+        """Adds the attention output [n, h] to hidden [n, h], applies a LayerNorm, and chooses experts."""
         residual = self.kernels.merge(hidden, partial, None, None)
-        normed = self.kernels.rms_norm(self.centring.apply(residual), self.post_norm, self.epsilon)
+        normed_rows = self.kernels.rms_norm(self.centring.apply(residual), self.post_norm, self.epsilon)
         if self.router is None:
-            return GateOutput(residual, normed, None, None)
-        return GateOutput(residual, normed, *self.router.choose(normed))
+            return GateOutput(residual, normed_rows, None, None)
+        return GateOutput(residual, normed_rows, *self.router.choose(normed_rows))

@@ -24,9 +24,9 @@ from moesaic.models.spec import KVLayout, ModelSpec
 UNUSED_TENSORS: tuple[str, ...] = ()
 CONVOLUTION, FULL = "conv", "full_attention"
 ADDED = 1e-6
-WORDS = "w1", "w3", "w2"
-"""Of a dense layer's gate, up and down."""
 """What is added to the sum that divides the weights of the chosen experts."""
+WORDS = "w1", "w3", "w2"
+"""Names of a dense layer's gate, up and down projection."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def parse(raw: dict[str, Any]) -> Config:
         scores="sigmoid",
         sum_epsilon=ADDED,
     )
-    tied = fields.flag("tie_word_embeddings", True)
+    has_tied_embeddings = fields.flag("tie_word_embeddings", True)
     config = Config(
         vocab_size=fields.integer("vocab_size", 65536),
         hidden_size=fields.integer("hidden_size", 2048),
@@ -102,7 +102,7 @@ def parse(raw: dict[str, Any]) -> Config:
         taps=fields.integer("conv_L_cache", 3, minimum=2, maximum=MOST_TAPS),
         convolutions=tuple(layer for layer, kind in enumerate(kinds) if kind == CONVOLUTION),
         epsilon=epsilon,
-        has_tied_embeddings=fields.flag("tie_embedding", tied),
+        has_tied_embeddings=fields.flag("tie_embedding", has_tied_embeddings),
         num_experts=experts,
         gating=gating,
         has_correction=fields.flag("use_expert_bias", True),
@@ -152,7 +152,7 @@ def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) ->
 
 
 def _attention(loader: Loader, name: str, sizes: Heads, table: rope.RopeTable) -> GroupedQueryAttention:
-    """As `loader.grouped_query_attention`, with this family's names."""
+    """Loads what `loader.grouped_query_attention` loads, by this family's names."""
     hidden, width = sizes.hidden, sizes.width
     columns = columns_of(loader.shard.heads(sizes.query), width)
     key_columns = columns_of(loader.shard.kv_heads(sizes.key), width)

@@ -18,17 +18,17 @@ from moesaic.core.experts import (
     ROWS,
     SILU,
     Activation,
-    Stored,
+    NamedShape,
     column_tensors,
 )
-from moesaic.core.stored import (
-    COMPRESSED,
-    QUANTIZED,
+from moesaic.core.weight_types import (
+    COMPRESSED_DTYPE,
+    QUANTIZATIONS,
     is_integer,
     is_packed,
-    of_expert,
-    of_matrices,
+    join_dtypes,
     row_bytes,
+    split_dtype,
 )
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, dequantize_weight, kind_of, unify_dtypes
 from moesaic.kernels.table import Kernels
@@ -71,7 +71,7 @@ class Loader:
         transformers writes a few parts by names of its own beside fused experts.
         """
         full = [f"{prefix}.{name}" for name in names]
-        return next((each for each in full if each + ending in self.checkpoint.names), full[0])
+        return next((full_name for full_name in full if full_name + ending in self.checkpoint.names), full[0])
 
     def weight(self, name: str, rows: int, columns: int, *part: slice) -> Weight:
         """Returns `name`.weight [rows, columns], or a part of it, for kernels that multiply by it.
@@ -82,20 +82,20 @@ class Loader:
         """
         if not self.kernels.can_use_quantized:
             return self.matrix(name, rows, columns, *part)
-        quantized = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
-        rounded = quantized is not None and self.kernels.is_integer and is_integer(quantized.dtype)
-        if quantized is not None and rounded and not quantized.cuts(part, ROUNDED):
-            allowed = (
+        matrix = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
+        is_rounded = matrix is not None and self.kernels.is_integer and is_integer(matrix.dtype)
+        if matrix is not None and is_rounded and not matrix.cuts(part, ROUNDED):
+            allowed_sizes = (
                 f"ranks with whole groups of {ROUNDED} columns of {name} with {self.kernels.name} kernels"
             )
-            raise ConfigError.field("--tensor-parallel-size", self.shard.size, allowed)
-        if quantized is None or not quantized.cuts(part):
+            raise ConfigError.field("--tensor-parallel-size", self.shard.size, allowed_sizes)
+        if matrix is None or not matrix.cuts(part):
             return self.matrix(name, rows, columns, *part)
-        stored = self.checkpoint.tensor(
+        stored_rows = self.checkpoint.tensor(
             f"{name}.weight", rows, columns, dtype=torch.uint8, device=self.device, part=part
         )
-        kept = len(range(columns)[part[1]]) if len(part) > 1 else columns
-        return QuantizedMatrix(stored, kept, quantized.dtype)
+        num_columns = len(range(columns)[part[1]]) if len(part) > 1 else columns
+        return QuantizedMatrix(stored_rows, num_columns, matrix.dtype)
 
     def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU.
@@ -104,11 +104,12 @@ class Loader:
         """
         dtype, narrow = self.dtype, False
         if dtype is not torch.uint8 and not self.device.startswith("cuda"):
-            quantized = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
-            narrow = dtype is torch.bfloat16 and quantized is not None and quantized.in_bf16
-            counted = narrow and self.device == "meta"
-            dtype = dtype if quantized is None or counted else torch.float32
-        found = self.checkpoint.tensor(
+            quantized_matrix = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
+            narrow = dtype is torch.bfloat16 and quantized_matrix is not None and quantized_matrix.in_bf16
+            # Without memory no numbers can be compared, so bytes are counted as if bf16 held them.
+            counts_bytes = narrow and self.device == "meta"
+            dtype = dtype if quantized_matrix is None or counts_bytes else torch.float32
+        tensor = self.checkpoint.tensor(
             f"{name}.weight",
             rows,
             columns,
@@ -117,15 +118,15 @@ class Loader:
             part=part,
             scan=self.scan,
         )
-        return _in_bf16(found) if narrow else found
+        return _in_bf16(tensor) if narrow else tensor
 
-    def expert_matrix(self, matrix: Stored, *part: slice) -> torch.Tensor:
+    def expert_matrix(self, matrix: NamedShape, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix as it is stored."""
         return self.checkpoint.tensor(
             *matrix, dtype=self.dtype, device=self.device, part=part, scan=self.scan
         )
 
-    def transpose_matrix(self, matrix: Stored, *part: slice) -> torch.Tensor:
+    def transpose_matrix(self, matrix: NamedShape, *part: slice) -> torch.Tensor:
         """Returns a part of an expert's matrix, transposed."""
         return self.checkpoint.tensor(
             *matrix,
@@ -136,29 +137,29 @@ class Loader:
             is_transposed=True,
         )
 
-    def expert_vector(self, vector: Stored) -> torch.Tensor:
+    def expert_vector(self, vector: NamedShape) -> torch.Tensor:
         """Returns a vector of an expert, in float32."""
         return self.checkpoint.tensor(*vector, dtype=torch.float32, device=self.device, scan=self.scan)
 
     def expert_type(self, names: ExpertNames) -> str:
-        """Type of routed experts, a name of core/stored.py.
+        """Type of routed experts, a name of core/weight_types.py.
 
         Compressed and quantised ones stay so if the kernels support that and ranks do not share them. Raises
         ConfigError for kernels of integers where ranks share them.
         """
         stays = self.of_expert.size == 1 and self.kernels.can_use_quantized
-        quantised = quantised_experts(self.checkpoint, names)
+        quantised_type = quantised_experts(self.checkpoint, names)
         if self.kernels.is_integer and self.of_expert.size > 1:
-            allowed = f"1 with {self.kernels.name} kernels"
-            raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed)
-        if quantised is not None and stays and is_packed(quantised):
-            return quantised
-        if quantised is not None and self.device.startswith("cpu"):
+            allowed_sizes = f"1 with {self.kernels.name} kernels"
+            raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed_sizes)
+        if quantised_type is not None and stays and is_packed(quantised_type):
+            return quantised_type
+        if quantised_type is not None and self.device.startswith("cpu"):
             return "float32"
         stays = self.of_expert.size == 1 and self.kernels.can_use_compressed
-        stays = stays and quantised is None and self.dtype is torch.bfloat16
+        stays = stays and quantised_type is None and self.dtype is torch.bfloat16
         if stays and self.checkpoint.dtype(names.list_tensors(0)[0][0]) is torch.uint8:
-            return COMPRESSED
+            return COMPRESSED_DTYPE
         return str(self.dtype).removeprefix("torch.")
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
@@ -200,12 +201,16 @@ class Loader:
 
         If the types of its matrices differ, all become float32. But down may be of another quantised type.
         """
-        gate, up = (self.weight(f"{name}.{word}", width, hidden) for word in words[:2])
-        down = self.weight(f"{name}.{words[2]}", hidden, width)
-        kinds = [kind_of(one) for one in (gate, up, down)]
-        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZED.keys()):
-            return GatedMLP(self.kernels, gate, up, down)
-        return GatedMLP(self.kernels, *unify_dtypes([dequantize_weight(one) for one in (gate, up, down)]))
+        gate_proj, up_proj = (self.weight(f"{name}.{word}", width, hidden) for word in words[:2])
+        down_proj = self.weight(f"{name}.{words[2]}", hidden, width)
+        # One compiled call computes all three. It takes one type, or quantised ones with another for down.
+        kinds = [kind_of(weight) for weight in (gate_proj, up_proj, down_proj)]
+        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZATIONS.keys()):
+            return GatedMLP(self.kernels, gate_proj, up_proj, down_proj)
+        return GatedMLP(
+            self.kernels,
+            *unify_dtypes([dequantize_weight(weight) for weight in (gate_proj, up_proj, down_proj)]),
+        )
 
 
 def _in_bf16(matrix: torch.Tensor) -> torch.Tensor:
@@ -296,11 +301,11 @@ class ExpertNames:
     up_name: str = "up_proj"
     down_name: str = "down_proj"
     form: str = ROWS
-    """See `ExpertLayout.form`. In COLUMNS the names are those of `core.experts.column_tensors`, and in
-    DOWN_COLUMNS they have no ".weight"."""
+    """How the files have an expert, as `ExpertLayout.form` says. In COLUMNS the names are those of
+    `core.experts.column_tensors`, and in DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
-    def list_tensors(self, expert: int) -> tuple[Stored, ...]:
+    def list_tensors(self, expert: int) -> tuple[NamedShape, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
@@ -312,10 +317,10 @@ class ExpertNames:
 
     def bytes_of(self, dtype: str) -> int:
         """Bytes of an expert's matrices in a type of core/stored.py."""
-        inner, down = of_matrices(dtype)
-        return 2 * self.width * row_bytes(inner, self.hidden) + self.hidden * row_bytes(down, self.width)
+        inner, outer = split_dtype(dtype)
+        return 2 * self.width * row_bytes(inner, self.hidden) + self.hidden * row_bytes(outer, self.width)
 
-    def biases(self, expert: int) -> tuple[Stored, Stored]:
+    def biases(self, expert: int) -> tuple[NamedShape, NamedShape]:
         """Returns name and shape of the biases of one expert that has some."""
         inner, last = column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[2:]
         return inner, last
@@ -331,8 +336,8 @@ class ExpertNames:
 
 def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
     """Type of a layer's first expert, as `core.stored.of_expert`; None: its gate is not quantised."""
-    first, *_, last = (one for one in names.list_tensors(0) if len(one) == 3)
-    matrix, down = checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
-    if matrix is None or down is None:
+    first, *_, last = (tensor for tensor in names.list_tensors(0) if len(tensor) == 3)
+    matrix, down_matrix = checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
+    if matrix is None or down_matrix is None:
         return None if matrix is None else matrix.dtype
-    return of_expert(matrix.dtype, down.dtype)
+    return join_dtypes(matrix.dtype, down_matrix.dtype)

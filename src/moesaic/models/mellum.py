@@ -28,6 +28,7 @@ from moesaic.models.shared_experts import (
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
 UNUSED_TENSORS = (*shared_experts.UNUSED_TENSORS, r"mtp\..*")
 """Tensors that are not needed, with those that predict several tokens at once."""
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 7168,
@@ -67,13 +68,13 @@ def _angles(fields: Fields) -> dict[str, rope.RopeConfig]:
     """Returns the angles of layers without a window, and of those with one."""
     parts = fields.child("rope_parameters") or Fields({}, "rope_parameters.")
     longest = fields.integer("max_position_embeddings")
-    found = {kind: rope.read(parts, longest, theta, key=kind) for kind, theta in THETAS.items()}
+    configs = {kind: rope.read(parts, longest, theta, key=kind) for kind, theta in THETAS.items()}
     parts.refuse_unread()
-    return found
+    return configs
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     width = fields.maybe_integer("sliding_window")
-    allowed = (FULL,) if width is None else (FULL, SLIDING)
-    kinds = fields.words("layer_types", layers, allowed, [FULL] * layers)
+    allowed_kinds = (FULL,) if width is None else (FULL, SLIDING)
+    kinds = fields.words("layer_types", layers, allowed_kinds, [FULL] * layers)
     return tuple(width if kind == SLIDING else None for kind in kinds)

@@ -27,6 +27,7 @@ from moesaic.models.shared_experts import (
 from moesaic.models.whole_norm import whole_norm_attention
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 1536,
@@ -58,14 +59,14 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("model_type", "minimax_m2")
     _read_makers_keys(fields)
     heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
-    rotated = fields.maybe_integer("rotary_dim") or heads.width
-    partial = fields.number_above("partial_rotary_factor", 0.0, rotated / heads.width)
+    rotated_width = fields.maybe_integer("rotary_dim") or heads.width
+    partial = fields.number_above("partial_rotary_factor", 0.0, rotated_width / heads.width)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 5e6, partial)
     attention = WholeNormQuery(heads, angles.count_rotated(heads.width))
     top_k = fields.integer("num_experts_per_tok", maximum=fields.integer("num_local_experts"))
     gating = Gating(top_k, normalise=True, scores="sigmoid")
-    every = tuple(range(num_layers(fields)))
-    return read(fields, "minimax_m2", attention, angles, gating, every, NAMES, keys=KEYS)
+    layers = tuple(range(num_layers(fields)))
+    return read(fields, "minimax_m2", attention, angles, gating, layers, NAMES, keys=KEYS)
 
 
 def _read_makers_keys(fields: Fields) -> None:

@@ -98,8 +98,8 @@ def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
 
 def _block(config: Config, loader: Loader, table: rope.RopeTable, layer: int) -> DecoderBlock:
     name, hidden = f"model.layers.{layer}", config.hidden_size
-    renamed = f"{name}.mlp.gate.weight" in loader.checkpoint.names  # beside fused experts
-    gate = f"{name}.mlp.gate" if renamed else f"{name}.block_sparse_moe.gate"
+    has_other_name = f"{name}.mlp.gate.weight" in loader.checkpoint.names  # beside fused experts
+    gate = f"{name}.mlp.gate" if has_other_name else f"{name}.block_sparse_moe.gate"
     router = load_gate(loader, gate, Gating(config.top_k, normalise=True), config.num_experts, hidden)
     return DecoderBlock(
         kernels=loader.kernels,

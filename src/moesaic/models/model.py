@@ -34,9 +34,9 @@ class Model:
     experts: Mapping[int, ExpertWeights]
     """Layer -> routed experts in this process; empty in an attention worker."""
     scale: Scale | None = None
-    """Of embeddings, before the first block (Granite)."""
+    """Multiplies embeddings before the first block (Granite). None: nothing is multiplied."""
     centring: Centring | None = None
-    """Before the final norm, where that subtracts the mean of a row (DBRX)."""
+    """Subtracts the mean of each row before the final norm (DBRX). None: the final norm does not."""
     prediction: PredictionLayer | None = None
     """Predicts the token after the next one. None: it is not loaded."""
 
@@ -48,8 +48,8 @@ class Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] after the last block -> [m, V] float32."""
         hidden = hidden if self.centring is None else self.centring.apply(hidden)
-        normed = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
-        return self.kernels.linear(normed, self.head)
+        normed_rows = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
+        return self.kernels.linear(normed_rows, self.head)
 
     def expert_weights(self, layer: int) -> ExpertWeights:
         """Returns the routed experts of a layer. Raises KeyError if they are not in this process."""
@@ -68,8 +68,8 @@ class Model:
         hidden: [n, h] after the last block. token_ids: [n] the token after each row.
         """
         assert self.prediction is not None
-        normed = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
-        return self.prediction.enter(self.embed(token_ids), normed)
+        normed_rows = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
+        return self.prediction.enter(self.embed(token_ids), normed_rows)
 
     def predict_token(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [m, h] after that block -> [m] the most likely token after the next one."""
@@ -79,19 +79,22 @@ class Model:
     @property
     def num_parameters(self) -> int:
         """Parameters in this process. Tied ones count once."""
-        others = sum(one.numel() for one in self._weights() if _has_numbers(one))
-        return others + sum(weights.packed_numbers for weights in self.experts.values())
+        num_plain = sum(weight.numel() for weight in self._weights() if _has_numbers(weight))
+        return num_plain + sum(weights.packed_numbers for weights in self.experts.values())
 
     @property
     def num_bytes(self) -> int:
         """Bytes of these parameters as stored in memory."""
-        return sum(one.nbytes for one in self._weights())
+        return sum(weight.nbytes for weight in self._weights())
 
     def _weights(self) -> list[Weight]:
-        routed = tuple(self.experts.values())
-        parts = (self.embedding, self.blocks, self.final_norm, self.head, routed, self.prediction)
-        weights = [one for one in _walk(parts) if _has_numbers(one) or number_dtype(one) is torch.uint8]
-        return list({(one.data_ptr(), one.shape): one for one in weights}.values())
+        routed_experts = tuple(self.experts.values())
+        parts = (self.embedding, self.blocks, self.final_norm, self.head, routed_experts, self.prediction)
+        weights = [
+            weight for weight in _walk(parts) if _has_numbers(weight) or number_dtype(weight) is torch.uint8
+        ]
+        # A head that is tied to the embedding is the same memory, and counts once.
+        return list({(weight.data_ptr(), weight.shape): weight for weight in weights}.values())
 
 
 def _has_numbers(weight: Weight) -> bool:

@@ -47,6 +47,7 @@ def drop_pages(address: int, size: int) -> None:
 
 def _advise(address: int, size: int, advice: str) -> None:
     """Calls madvise, and ignores errors. Does nothing if the system does not know this advice."""
+    # Python's mmap only advises on its own mappings, and those of safetensors belong to the library.
     madvise, number = getattr(_C_LIBRARY, "madvise", None), getattr(mmap, advice, None)
     begin = address // PAGE * PAGE
     if madvise is not None and number is not None and size > 0:

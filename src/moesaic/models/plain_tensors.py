@@ -43,23 +43,23 @@ def plain_tensors(path: Path, prefix: str) -> dict[str, torch.Tensor]:
     matrices = _list_expert_matrices(None if in_mxfp4 else names) | _record_matrices(
         file, config, MatrixRecorder(path)
     )
-    found, done = {}, set()
+    tensors, read_names = {}, set()
     for name, shape in matrices.items():
         matrix = checkpoint.find_quantized(name, *shape) if name.startswith(prefix) else None
         if matrix is not None:
-            found[name] = checkpoint.tensor(name, *shape, dtype=torch.float32)
-            done |= {part.tensor for part in matrix.parts}
-    for name in sorted(checkpoint.names - done):
+            tensors[name] = checkpoint.tensor(name, *shape, dtype=torch.float32)
+            read_names |= {part.tensor for part in matrix.parts}
+    for name in sorted(checkpoint.names - read_names):
         if name.startswith(prefix) and not any(
-            re.fullmatch(each, name) for each in checkpoint.skipped_patterns
+            re.fullmatch(pattern, name) for pattern in checkpoint.skipped_patterns
         ):
-            packed = checkpoint.dtype(name) is torch.uint8 and name in matrices
-            found[name] = (
+            is_compressed = checkpoint.dtype(name) is torch.uint8 and name in matrices
+            tensors[name] = (
                 checkpoint.tensor(name, *matrices[name], dtype=torch.bfloat16)
-                if packed
+                if is_compressed
                 else checkpoint.read_raw(name)
             )
-    return found
+    return tensors
 
 
 class MatrixRecorder(Claims):
@@ -70,7 +70,7 @@ class MatrixRecorder(Claims):
         self.matrices: Matrices = {}
 
     def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
-        """As `Claims.tensor`."""
+        """Claims a tensor, and notes its shape if it is a matrix."""
         if len(shape) == 2 and name.endswith(".weight"):
             self.matrices[name] = shape[0], shape[1]
         return super().tensor(name, *shape, **options)
@@ -88,5 +88,5 @@ def _record_matrices(file: ModelFile, config: Config, recorder: MatrixRecorder) 
 def _list_expert_matrices(names: ExpertNames | None) -> Matrices:
     if names is None:
         return {}
-    every = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
-    return {f"{name}.weight": (rows, columns) for name, rows, columns in every}
+    shapes = (shape for expert in range(names.num_experts) for shape in names.shapes(expert))
+    return {f"{name}.weight": (rows, columns) for name, rows, columns in shapes}

@@ -22,7 +22,7 @@ class PredictionLayer:
     """The weights and the math of that layer."""
 
     layer: int
-    """Its number in the files: that of the model's layers."""
+    """The number of this layer in the files. It follows the model's layers."""
     kernels: Kernels
     epsilon: float
     block: Block

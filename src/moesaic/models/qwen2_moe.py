@@ -42,7 +42,7 @@ class Config:
     sparse_step: int
     dense_layers: tuple[int, ...]
     windows: tuple[int | None, ...]
-    """Of each layer."""
+    """The window of each layer: how many tokens a token attends to. None means all."""
     max_position: int
     rope: rope.RopeConfig
 
@@ -103,18 +103,22 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     From max_window_layers alone, versions of transformers conclude different layers.
     """
     fields.ignore("max_window_layers")
-    width, windowed = (
+    width, has_windows = (
         fields.maybe_integer("sliding_window", minimum=0),
         fields.flag("use_sliding_window", False),
     )
     kinds = fields.raw("layer_types", None)
-    if kinds is None and not windowed:
+    if kinds is None and not has_windows:
         return (None,) * num_layers
-    allowed = (FULL, SLIDING) if windowed else (FULL,)
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in allowed for kind in kinds):
+    allowed_kinds = (FULL, SLIDING) if has_windows else (FULL,)
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in allowed_kinds for kind in kinds)
+    ):
         raise CheckpointError(
             f"config.json: layer_types: got {shorten(repr(kinds))}; allowed: a list of {num_layers} of "
-            f"{', '.join(allowed)}, with use_sliding_window {str(windowed).lower()}"
+            f"{', '.join(allowed_kinds)}, with use_sliding_window {str(has_windows).lower()}"
         )
     if SLIDING in kinds and not width:
         raise CheckpointError(

@@ -77,7 +77,7 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("num_local_experts", experts)
     max_position = fields.integer("max_position_embeddings", 32768)
     window = fields.maybe_integer("sliding_window")
-    windowed = fields.flag("use_sliding_window", False)
+    has_windows = fields.flag("use_sliding_window", False)
     config = Config(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -92,7 +92,7 @@ def parse(raw: dict[str, Any]) -> Config:
         normalise=fields.flag("norm_topk_prob", False),
         sparse_step=fields.integer("decoder_sparse_step", 1),
         dense_layers=fields.integers("mlp_only_layers"),
-        window=window if windowed else None,
+        window=window if has_windows else None,
         window_from=fields.integer("max_window_layers", 0, minimum=0),
         max_position=max_position,
         rope=rope.read(fields, max_position, 10000.0),

@@ -124,16 +124,16 @@ def parse(raw: dict[str, Any]) -> Config:
 
 
 def _text_angles(raw: dict[str, Any]) -> dict[str, Any]:
-    """Without the keys that divide angles among time, height and width: all are equal for text."""
-    found = dict(raw)
+    """Leaves out the keys that divide angles among time, height and width. All are equal for text."""
+    config = dict(raw)
     for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(found.get(name), dict):
-            found[name] = {
+        if isinstance(config.get(name), dict):
+            config[name] = {
                 key: value
-                for key, value in found[name].items()
+                for key, value in config[name].items()
                 if key not in ("mrope_section", "mrope_interleaved")
             }
-    return found
+    return config
 
 
 def _states(fields: Fields) -> StateSizes:
@@ -156,8 +156,8 @@ def _states(fields: Fields) -> StateSizes:
 
 
 def _linear_layers(fields: Fields, layers: int) -> tuple[int, ...]:
-    every = fields.integer("full_attention_interval", 4)
-    usual = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers)]
+    step = fields.integer("full_attention_interval", 4)
+    usual = [FULL if (layer + 1) % step == 0 else LINEAR for layer in range(layers)]
     kinds = fields.words("layer_types", layers, (FULL, LINEAR), usual)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
 

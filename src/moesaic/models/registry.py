@@ -17,8 +17,8 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_packed, of_matrices
-from moesaic.core.text_config import TEXT, WRAPPERS, text_of
+from moesaic.core.text_config import TEXT, WRAPPERS, read_text_config
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_packed, split_dtype
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -106,7 +106,7 @@ def load(
     number = _dtype(dtype, device, checkpoint, kernels)
     loader = Loader(checkpoint, kernels, device, number, shard, positions=positions)
     if with_experts:
-        names = {each: file.expert_names(config, each) for each in spec.moe_layers}
+        names = {layer: file.expert_names(config, layer) for layer in spec.moe_layers}
         refuse_integer_kernels(path, loader, names)
     model = replace(
         _build_outside(config, spec, loader),
@@ -123,11 +123,11 @@ def load(
 def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu") -> int:
     """Bytes that all but the routed experts takes in the memory of `device`. Only headers are read."""
     file, config = _parse(path)
-    counted = CountingClaims(path)
-    loader = Loader(counted, kernels, "meta", _dtype(dtype, device, counted, kernels), positions=0)
+    claims = CountingClaims(path)
+    loader = Loader(claims, kernels, "meta", _dtype(dtype, device, claims, kernels), positions=0)
     _build_outside(config, config.spec, loader)
     file.blocks(config, loader)
-    return counted.bytes
+    return claims.bytes
 
 
 def load_outside(path: Path, kernels: Kernels) -> Model:
@@ -140,7 +140,7 @@ def load_outside(path: Path, kernels: Kernels) -> Model:
 
 def _build_outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
     kernels, factors = loader.kernels, _multipliers(config)
-    centred: bool = getattr(config, "layer_norm", False)
+    is_centred: bool = getattr(config, "layer_norm", False)
     embedding = loader.weight("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     return Model(
         spec=spec,
@@ -153,18 +153,18 @@ def _build_outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
         epsilon=config.epsilon,
         experts={},
         scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, loader.device),
-        centring=Centring.build(kernels, spec.hidden_size, loader.device) if centred else None,
+        centring=Centring.build(kernels, spec.hidden_size, loader.device) if is_centred else None,
     )
 
 
 def residual(path: Path) -> float:
-    """By what the blocks of the model in `path` divide its own hidden states."""
+    """The number by which the blocks of the model in `path` divide its own hidden states."""
     return _multipliers(_parse(path)[1]).residual
 
 
 def _multipliers(config: Config) -> Multipliers:
-    found: Multipliers = getattr(config, "multipliers", NO_MULTIPLIERS)
-    return found
+    multipliers: Multipliers = getattr(config, "multipliers", NO_MULTIPLIERS)
+    return multipliers
 
 
 def load_layer(
@@ -179,10 +179,10 @@ def load_layer(
     checkpoint = Partial(path, lambda name: name.startswith(prefix))
     number = _dtype("auto", "cpu", checkpoint, kernels)
     loader = Loader(checkpoint, kernels, "cpu", number, positions=positions)
-    routed = None
+    routed_experts = None
     if with_experts and layer in config.spec.moe_layers:
-        routed = experts(loader, file.expert_names(config, layer), None)
-    return file.blocks(config, loader)[layer], routed
+        routed_experts = experts(loader, file.expert_names(config, layer), None)
+    return file.blocks(config, loader)[layer], routed_experts
 
 
 def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) -> ModelSpec:
@@ -210,12 +210,14 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
     name = EMBEDDING
     if layers:
         names = [file.expert_names(config, layer) for layer in layers]
-        kinds = {kind for one in names if (kind := quantised_experts(checkpoint, one)) is not None}
+        kinds = {
+            kind for layer_names in names if (kind := quantised_experts(checkpoint, layer_names)) is not None
+        }
         if kinds:
             return max(sorted(kinds), key=names[0].bytes_of)
         name = names[0].list_tensors(0)[0][0]
-    found = checkpoint.dtype(name)
-    return COMPRESSED if found is torch.uint8 else str(found).removeprefix("torch.")
+    number = checkpoint.dtype(name)
+    return COMPRESSED_DTYPE if number is torch.uint8 else str(number).removeprefix("torch.")
 
 
 def quantised_type(raw: dict[str, Any]) -> str | None:
@@ -231,7 +233,7 @@ def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `file_type`, a name of
     core/stored.py."""
     number = _dtype_in_memory(DTYPES.get(file_type, torch.bfloat16), device, kernels)
-    if of_matrices(file_type)[0] in QUANTIZED and (kernels.can_use_quantized or device.startswith("cpu")):
+    if split_dtype(file_type)[0] in QUANTIZATIONS and (kernels.can_use_quantized or device.startswith("cpu")):
         return file_type if kernels.can_use_quantized else "float32"
     if file_type not in DTYPES and kernels.can_use_compressed and number is torch.bfloat16:
         return file_type
@@ -257,26 +259,26 @@ def expert_layout(
     layers = (*spec.moe_layers, spec.num_layers) if predicting else spec.moe_layers
     names = {layer: file.expert_names(config, layer) for layer in layers}
     refuse_integer_kernels(path, loader, names)
-    one = names[spec.moe_layers[0]]
-    kind = loader.expert_type(one)
+    first_names = names[spec.moe_layers[0]]
+    kind = loader.expert_type(first_names)
     return ExpertLayout(
         prefixes={
-            layer: checkpoint.file_prefix(each.prefix, *each.list_tensors(0)[0])
-            for layer, each in names.items()
+            layer: checkpoint.file_prefix(layer_names.prefix, *layer_names.list_tensors(0)[0])
+            for layer, layer_names in names.items()
         },
-        gate=one.gate_name,
-        up=one.up_name,
-        down=one.down_name,
-        hidden=one.hidden,
-        width=one.width,
-        num_experts=one.num_experts,
+        gate_name=first_names.gate_name,
+        up_name=first_names.up_name,
+        down_name=first_names.down_name,
+        hidden=first_names.hidden,
+        width=first_names.width,
+        num_experts=first_names.num_experts,
         top_k=spec.top_k,
         dtype=kind,
         weights=fingerprint.compute_fingerprint(path),
         origin=fingerprint.origin(path),
-        form=one.form,
-        activation=one.activation,
-        others=other_types(loader, names, kind),
+        form=first_names.form,
+        activation=first_names.activation,
+        layer_dtypes=other_types(loader, names, kind),
         prediction=spec.num_layers if predicting else None,
     )
 
@@ -320,7 +322,8 @@ def _parse(path: Path) -> tuple[ModelFile, Any]:
 
 @lru_cache(maxsize=4)
 def _parse_stamped(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, Any]:
-    """As _parse. stamp: of the files, so that a file that changed is read again."""
+    """Parses the config and checks the files. stamp: that of the files, so that changed ones are read
+    again."""
     file, config = _parse_config(read_config(path), path)
     if is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file():
         _claim(file, config, Claims(path))
@@ -330,20 +333,20 @@ def _parse_stamped(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, An
 def _parse_config(raw_config: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:
     """The model file of a parsed config.json, and its config."""
     quantization.parse(raw_config)
-    raw = text_of(raw_config)
+    raw = read_text_config(raw_config)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
-        where = f"{TEXT}.model_type" if str(raw_config.get("model_type")) in WRAPPERS else "model_type"
-        allowed = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
-        raise CheckpointError(f"{path}: {where}: got {shorten(repr(model_type))}; allowed: {allowed}")
+        key = f"{TEXT}.model_type" if str(raw_config.get("model_type")) in WRAPPERS else "model_type"
+        allowed_types = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
+        raise CheckpointError(f"{path}: {key}: got {shorten(repr(model_type))}; allowed: {allowed_types}")
     file = MODELS[model_type]
     return file, file.parse(raw)
 
 
 def _stamp(*files: Path) -> tuple[object, ...]:
     """What changes when a file does. Files that do not exist are left out."""
-    found = [(file, file.stat()) for file in files if file.is_file()]
-    return tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in found)
+    statuses = [(file, file.stat()) for file in files if file.is_file()]
+    return tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in statuses)
 
 
 def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
@@ -362,12 +365,14 @@ def _claim(file: ModelFile, config: Config, claims: Claims) -> None:
 
 def _dtype(dtype: str, device: str, checkpoint: Checkpoint, kernels: Kernels) -> torch.dtype:
     if dtype == "auto":
-        stored = checkpoint.number(EMBEDDING)
-        return _dtype_in_memory(torch.bfloat16 if stored is torch.uint8 else stored, device, kernels)
-    allowed = [name for name, one in DTYPES.items() if one in kernels.weight_dtypes]
-    if dtype not in allowed:
+        stored_dtype = checkpoint.number(EMBEDDING)
+        return _dtype_in_memory(
+            torch.bfloat16 if stored_dtype is torch.uint8 else stored_dtype, device, kernels
+        )
+    allowed_dtypes = [name for name, dtype_value in DTYPES.items() if dtype_value in kernels.weight_dtypes]
+    if dtype not in allowed_dtypes:
         raise ConfigError.field(
-            "--dtype", dtype, f"{', '.join(('auto', *allowed))} with {kernels.name} kernels"
+            "--dtype", dtype, f"{', '.join(('auto', *allowed_dtypes))} with {kernels.name} kernels"
         )
     return DTYPES[dtype]
 
@@ -382,6 +387,7 @@ def _dtype_in_memory(stored_dtype: torch.dtype, device: str, kernels: Kernels) -
 
 def _head(config: Config, loader: Loader, embedding: Weight) -> Weight:
     shape = config.spec.vocab_size, config.spec.hidden_size
+    # A head in the files is claimed although it may not be read: else it would count as not expected.
     if not config.has_tied_embeddings or HEAD in loader.checkpoint.names:
         loader.checkpoint.claim(HEAD, *shape)
     return embedding if _has_tied_embeddings(config, loader.checkpoint) else loader.weight("lm_head", *shape)
@@ -393,14 +399,14 @@ def _has_tied_embeddings(config: Config, checkpoint: Checkpoint) -> bool:
 
 
 def _experts(file: ModelFile, config: Config, loader: Loader, read: bool) -> dict[int, ExpertWeights]:
-    held = {}
+    weights = {}
     for layer in config.spec.moe_layers:
         names = file.expert_names(config, layer)
         if read:
-            held[layer] = experts(loader, names, None)
+            weights[layer] = experts(loader, names, None)
         else:
             claim_experts(loader.checkpoint, names)
-    return held
+    return weights
 
 
 def check_prediction(path: Path, file: ModelFile, spec: ModelSpec) -> None:

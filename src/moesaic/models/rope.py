@@ -44,7 +44,7 @@ class RopeConfig:
     partial: float = 1.0
     """Fraction of each head that is rotated: its first numbers."""
     short_factors: tuple[float, ...] = ()
-    """Of the frequencies of each pair (longrope), if no request is longer than `original` tokens."""
+    """Factors of each pair's frequency (longrope), for use if no request is longer than `original` tokens."""
     long_factors: tuple[float, ...] = ()
     """The same for longer requests."""
 
@@ -117,12 +117,12 @@ def read(
         )
     if kind == "longrope":
         # Many files have this key beside the others.
-        whole = fields.maybe_integer("original_max_position_embeddings", minimum=2)
-        nested = parts.maybe_integer("original_max_position_embeddings", minimum=2)
-        found = _read_longrope(parts, theta, nested or whole, max_position)
+        top_length = fields.maybe_integer("original_max_position_embeddings", minimum=2)
+        scaling_length = parts.maybe_integer("original_max_position_embeddings", minimum=2)
+        scaled_config = _read_longrope(parts, theta, scaling_length or top_length, max_position)
     else:
-        found = _read_scaled(parts, kind, theta, max_position)
-    config = replace(found, partial=1.0 if partial is None else partial)
+        scaled_config = _read_scaled(parts, kind, theta, max_position)
+    config = replace(scaled_config, partial=1.0 if partial is None else partial)
     parts.refuse_unread()
     if config.factor * config.original > MOST_INTEGER:
         raise CheckpointError(
@@ -201,7 +201,8 @@ def frequencies(config: RopeConfig, width: int, positions: int = 0) -> torch.Ten
 
 
 def _check_frequencies(config: RopeConfig, width: int, positions: int) -> torch.Tensor:
-    """As `frequencies`. Raises CheckpointError if some are not finite, or the scale of the angles is not.
+    """Returns the frequencies [width / 2]. Raises CheckpointError if one, or the angles' scale, is not
+    finite.
 
     It also raises it if longrope has factors for another number of pairs.
     """
@@ -211,13 +212,13 @@ def _check_frequencies(config: RopeConfig, width: int, positions: int) -> torch.
                 f"config.json: {name}: got {len(factors)} numbers; allowed: {width // 2}, one for each pair"
             )
     try:
-        found = frequencies(config, width, positions)
-        good = bool(found.isfinite().all()) and math.isfinite(config.angle_scale)
+        rates = frequencies(config, width, positions)
+        good = bool(rates.isfinite().all()) and math.isfinite(config.angle_scale)
     except (ArithmeticError, ValueError):
         good = False
     if not good:
         raise CheckpointError(f"config.json: rope: got {config}; allowed: values that give finite angles")
-    return found
+    return rates
 
 
 def _ramp(config: RopeConfig, width: int) -> torch.Tensor:
@@ -242,8 +243,8 @@ def _llama3(config: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
     slow = wavelength > config.original / low
     fast = wavelength < config.original / high
     smooth = (config.original / wavelength - low) / (high - low)
-    between = (1 - smooth) * plain / config.factor + smooth * plain
-    return torch.where(slow, plain / config.factor, torch.where(fast, plain, between))
+    interpolation = (1 - smooth) * plain / config.factor + smooth * plain
+    return torch.where(slow, plain / config.factor, torch.where(fast, plain, interpolation))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS
-from moesaic.core.stored import COMPRESSED, QUANTIZED, is_integer, is_packed, of_matrices
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_integer, is_packed, split_dtype
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.loader import ExpertNames, Loader
@@ -23,9 +23,9 @@ def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
     """Checks that every expert exists with its shape, without reading any, and that a fused tensor has no
     others."""
     for name, *shape in names.list_tensors(0):
-        inside = checkpoint.find_fused_part(name)
-        if inside is not None:
-            checkpoint.claim(inside.tensor, *inside.tensor_shape(names.num_experts, *shape))
+        fused_part = checkpoint.find_fused_part(name)
+        if fused_part is not None:
+            checkpoint.claim(fused_part.tensor, *fused_part.tensor_shape(names.num_experts, *shape))
     for expert in range(names.num_experts):
         for name, *shape in names.list_tensors(expert):
             checkpoint.claim(name, *shape)
@@ -37,32 +37,34 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     If experts are split over ranks, this loads the rank's part: rows of gate and up, columns of down.
     Raises CheckpointError for an id out of range, and for experts that cannot all have one type.
     """
-    wanted = set(range(names.num_experts) if expert_ids is None else expert_ids)
-    if wanted and not 0 <= min(wanted) <= max(wanted) < names.num_experts:
-        raise CheckpointError(f"experts: got {sorted(wanted)}; allowed: 0 to {names.num_experts - 1}")
+    ids = set(range(names.num_experts) if expert_ids is None else expert_ids)
+    if ids and not 0 <= min(ids) <= max(ids) < names.num_experts:
+        raise CheckpointError(f"experts: got {sorted(ids)}; allowed: 0 to {names.num_experts - 1}")
     kind = loader.expert_type(names)
     if is_packed(kind) or (kind != "float32" and loader.device.startswith("cpu")):
-        _refuse_other_types(loader.checkpoint, names, sorted(wanted), kind)
-    packed = kind if is_packed(kind) else COMPRESSED
+        _refuse_other_types(loader.checkpoint, names, sorted(ids), kind)
+    packed_dtype = kind if is_packed(kind) else COMPRESSED_DTYPE
     loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
     load = FORMS[names.form]
-    held = {expert: load(loader, names, expert) for expert in sorted(wanted)}
-    return ExpertWeights.from_resident(names.num_experts, held, PARTS[names.form], names.activation, packed)
+    tensors = {expert: load(loader, names, expert) for expert in sorted(ids)}
+    return ExpertWeights.from_resident(
+        names.num_experts, tensors, PARTS[names.form], names.activation, packed_dtype
+    )
 
 
 def _refuse_other_types(
     checkpoint: Checkpoint, names: ExpertNames, expert_ids: Iterable[int], kind: str
 ) -> None:
     """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
-    inner, down = of_matrices(kind)
+    inner, outer = split_dtype(kind)
     for expert in expert_ids:
-        *inners, last = (one for one in names.list_tensors(expert) if len(one) == 3)
-        for matrix, allowed in [*((one, inner) for one in inners), (last, down)]:
-            quantized = checkpoint.find_quantized(*matrix)
-            found = None if quantized is None else quantized.dtype
-            if found != (allowed if allowed in QUANTIZED else None):
-                found = found or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
-                problem = f"got {found}; allowed: {allowed}, as the layer's first expert"
+        *inners, last = (tensor for tensor in names.list_tensors(expert) if len(tensor) == 3)
+        for matrix, allowed_type in [*((tensor, inner) for tensor in inners), (last, outer)]:
+            quantized_matrix = checkpoint.find_quantized(*matrix)
+            file_type = None if quantized_matrix is None else quantized_matrix.dtype
+            if file_type != (allowed_type if allowed_type in QUANTIZATIONS else None):
+                file_type = file_type or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
+                problem = f"got {file_type}; allowed: {allowed_type}, as the layer's first expert"
                 raise CheckpointError(f"{checkpoint.path}: tensor {matrix[0]}: {problem}")
 
 
@@ -70,32 +72,32 @@ def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Ten
     """Loads gate, up and down of one expert in ROWS."""
     parts: Sequence[tuple[slice, ...]] = ((), (), ())
     if loader.of_expert.size > 1:
-        kept = loader.of_expert.part(names.width)
-        parts = (kept,), (kept,), (slice(None), kept)
+        rank_part = loader.of_expert.part(names.width)
+        parts = (rank_part,), (rank_part,), (slice(None), rank_part)
     shapes = names.shapes(expert)
     return tuple(loader.matrix(*shape, *part) for shape, part in zip(shapes, parts, strict=True))
 
 
 def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in COLUMNS, as rows, and their biases."""
-    gate_up, down = names.list_tensors(expert)[:2]
+    gate_up, down_proj = names.list_tensors(expert)[:2]
     gates, ups = _turns(loader, names)
     return (
         loader.transpose_matrix(gate_up, slice(None), gates),
         loader.transpose_matrix(gate_up, slice(None), ups),
-        loader.transpose_matrix(down, loader.of_expert.part(names.width)),
+        loader.transpose_matrix(down_proj, loader.of_expert.part(names.width)),
         *_biases(loader, names, expert),
     )
 
 
 def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in DOWN_COLUMNS."""
-    gate, up, down = names.list_tensors(expert)
-    kept = loader.of_expert.part(names.width)
+    gate_proj, up_proj, down_proj = names.list_tensors(expert)
+    rank_part = loader.of_expert.part(names.width)
     return (
-        loader.expert_matrix(gate, kept),
-        loader.expert_matrix(up, kept),
-        loader.transpose_matrix(down, kept),
+        loader.expert_matrix(gate_proj, rank_part),
+        loader.expert_matrix(up_proj, rank_part),
+        loader.transpose_matrix(down_proj, rank_part),
     )
 
 
@@ -106,8 +108,8 @@ def _in_biased_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[to
 
 def _turns(loader: Loader, names: ExpertNames) -> tuple[slice, slice]:
     """The places of the rank's gates and ups, which take turns."""
-    kept = loader.of_expert.part(names.width)
-    gates, ups = (slice(2 * kept.start + odd, 2 * kept.stop, 2) for odd in (0, 1))
+    rank_part = loader.of_expert.part(names.width)
+    gates, ups = (slice(2 * rank_part.start + odd, 2 * rank_part.stop, 2) for odd in (0, 1))
     return gates, ups
 
 
@@ -119,8 +121,8 @@ def _biases(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tens
     """
     inner, last = map(loader.expert_vector, names.biases(expert))
     gates, ups = _turns(loader, names)
-    down = last if loader.of_expert.rank == 0 else torch.zeros_like(last)
-    return inner[gates].contiguous(), inner[ups].contiguous(), down
+    down_bias = last if loader.of_expert.rank == 0 else torch.zeros_like(last)
+    return inner[gates].contiguous(), inner[ups].contiguous(), down_bias
 
 
 FORMS = {
@@ -135,16 +137,22 @@ def refuse_integer_kernels(path: Path, loader: Loader, names: Mapping[int, Exper
     """Raises ConfigError for kernels of `table.INTEGER` where no layer has experts in integers."""
     if not loader.kernels.is_integer:
         return
-    found = {loader.expert_type(each) for each in names.values()}
-    if not any(map(is_integer, found)):
-        kinds = f"routed experts in {', '.join(sorted(found))}" if found else "no routed experts"
+    types = {loader.expert_type(layer_names) for layer_names in names.values()}
+    if not any(map(is_integer, types)):
+        kinds = f"routed experts in {', '.join(sorted(types))}" if types else "no routed experts"
         name = loader.kernels.name.removeprefix("native (").removesuffix(")")
-        allowed = f"kernels that round nothing to int8, as {path} has {kinds}"
-        raise ConfigError.field("--kernels", name, allowed)
+        allowed_kernels = f"kernels that round nothing to int8, as {path} has {kinds}"
+        raise ConfigError.field("--kernels", name, allowed_kernels)
 
 
 def other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> dict[int, str]:
     """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
-    found = {layer: loader.expert_type(each) for layer, each in names.items()}
-    quantized = [one for one in {kind, *found.values()} if of_matrices(one)[0] in QUANTIZED]
-    return {layer: one for layer, one in found.items() if one != kind} if quantized else {}
+    types = {layer: loader.expert_type(layer_names) for layer, layer_names in names.items()}
+    quantized_types = [
+        layer_type for layer_type in {kind, *types.values()} if split_dtype(layer_type)[0] in QUANTIZATIONS
+    ]
+    return (
+        {layer: layer_type for layer, layer_type in types.items() if layer_type != kind}
+        if quantized_types
+        else {}
+    )

@@ -46,9 +46,9 @@ class Shard:
 
         Parts differ in size by at most one.
         """
-        each, more = divmod(total, self.size)
-        first = self.rank * each + min(self.rank, more)
-        return slice(first, first + each + (self.rank < more))
+        base_size, num_larger = divmod(total, self.size)
+        first = self.rank * base_size + min(self.rank, num_larger)
+        return slice(first, first + base_size + (self.rank < num_larger))
 
     def spec(self, model: ModelSpec) -> ModelSpec:
         """Returns the sizes of this rank's part of a model.
@@ -57,8 +57,10 @@ class Shard:
         """
         heads, kv_heads = model.heads, model.kv.kv_heads
         if not 1 <= self.size <= heads or not _fits(self.size, heads, kv_heads):
-            allowed = [size for size in range(1, min(heads, MOST_RANKS) + 1) if _fits(size, heads, kv_heads)]
-            sizes = ", ".join(map(str, allowed))
+            allowed_sizes = [
+                size for size in range(1, min(heads, MOST_RANKS) + 1) if _fits(size, heads, kv_heads)
+            ]
+            sizes = ", ".join(map(str, allowed_sizes))
             text = f"{sizes} for {heads} query and {kv_heads} key-value heads"
             raise ConfigError.field("--tensor-parallel-size", self.size, text)
         if not 0 <= self.rank < self.size:

@@ -58,13 +58,13 @@ class Names:
 
     gates: tuple[str, ...] = ("mlp.gate",)
     corrections: tuple[str, ...] = ("mlp.gate.e_score_correction_bias",)
-    """Of the bias that only chooses; empty if the gate has none."""
+    """Names of the bias that only chooses; empty if the gate has none."""
     correction_axes: tuple[int, ...] = ()
     """Axes of that bias in front of the one of the experts."""
     shared_experts: tuple[str, ...] = ("mlp.shared_experts",)
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of an expert's gate, up and down."""
+    """Names of an expert's gate, up and down projection."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Config:
     rope: RopeConfig
     names: Names = Names()
     windows: tuple[int | None, ...] = ()
-    """Of each layer; empty if no layer has one."""
+    """The window of each layer; empty if no layer has one."""
     multipliers: Multipliers = NO_MULTIPLIERS
     local_rope: RopeConfig | None = None
-    """Of layers with a window; None: `rope` too."""
+    """The angles of layers with a window. None: they have those of `rope`."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -239,5 +239,5 @@ def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP 
         return loader.mlp(f"{name}.mlp", config.hidden_size, config.dense_width)
     if not config.shared_experts:
         return None
-    shared = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")
-    return loader.mlp(shared, config.hidden_size, config.expert_width * config.shared_experts)
+    shared_name = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")
+    return loader.mlp(shared_name, config.hidden_size, config.expert_width * config.shared_experts)

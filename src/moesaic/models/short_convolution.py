@@ -35,13 +35,13 @@ class ShortConvolution:
 
     def project(self, rows: torch.Tensor, positions: torch.Tensor) -> Projections:
         """rows [n, h] -> query: B * x [n, c], which the convolution mixes; key: C [n, c]."""
-        before, after, value = self.kernels.linears(rows, self.inputs, [None, None, None])
-        return Projections(query=self.kernels.times(before, value), key=after, value=None)
+        input_gate, output_gate, value = self.kernels.linears(rows, self.inputs, [None, None, None])
+        return Projections(query=self.kernels.times(input_gate, value), key=output_gate, value=None)
 
     def recur(self, rows: Projections, states: LayerStates, batch: AttentionBatch) -> torch.Tensor:
         """Rows of `project` -> [n, c]. Changes `states`."""
-        mixed = self.kernels.convolve(rows.query, self.taps, states, batch, activate=False)
-        return self.kernels.times(mixed, rows.key)
+        mixed_rows = self.kernels.convolve(rows.query, self.taps, states, batch, activate=False)
+        return self.kernels.times(mixed_rows, rows.key)
 
     def with_attention_kernels(self, kernels: Kernels) -> ShortConvolution:
         """The same convolution, whose `recur` runs on a CPU with these kernels. Its taps are on a CPU."""
@@ -54,14 +54,16 @@ class ShortConvolution:
 
 def load(loader: Loader, name: str, hidden: int, taps: int) -> ShortConvolution:
     """Loads in_proj, conv and out_proj under `name`, for the channels of the shard."""
-    kept, whole = loader.shard.heads(hidden), f"{name}.in_proj"
-    parts = [slice(begin + kept.start, begin + kept.stop) for begin in (0, hidden, 2 * hidden)]
-    before, after, value = (loader.weight(whole, 3 * hidden, hidden, part) for part in parts)
-    channels = slice(kept.start, kept.stop)
+    shard_channels, input_name = loader.shard.heads(hidden), f"{name}.in_proj"
+    parts = [
+        slice(begin + shard_channels.start, begin + shard_channels.stop) for begin in (0, hidden, 2 * hidden)
+    ]
+    input_gate, output_gate, value = (loader.weight(input_name, 3 * hidden, hidden, part) for part in parts)
+    channels = slice(shard_channels.start, shard_channels.stop)
     weight = loader.exact(f"{name}.conv.weight", hidden, 1, taps)[channels, 0]
     return ShortConvolution(
         kernels=loader.kernels,
-        inputs=(before, after, value),
+        inputs=(input_gate, output_gate, value),
         taps=weight.t().contiguous().t(),
         out_proj=loader.output_projection(f"{name}.out_proj", hidden, hidden, channels),
     )

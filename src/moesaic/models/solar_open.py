@@ -16,6 +16,7 @@ from moesaic.models.loader import read_heads
 from moesaic.models.shared_experts import UNUSED_TENSORS, Config, blocks, expert_names, num_layers, read
 
 __all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "parse"]
+# What transformers takes for a key that config.json leaves out.
 DEFAULTS = {
     "head_dim": 128,
     "intermediate_size": 10240,

@@ -34,7 +34,7 @@ class Multipliers:
     embedding: float = 1.0
     logits: float = 1.0
     residual: float = 1.0
-    """By what the blocks divide the model's own hidden states (models/granitemoe.py)."""
+    """The number by which the blocks divide the model's own hidden states (models/granitemoe.py)."""
     norm_offset: float = 0.0
     """What is added to the weights of the norm before the LM head (models/qwen3_next.py)."""
 

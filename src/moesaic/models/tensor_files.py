@@ -31,7 +31,7 @@ class Slice(Protocol):
 
 
 class TensorFile(Protocol):
-    """One file."""
+    """A mapped file with tensors, in the terms of the safetensors library."""
 
     def keys(self) -> Iterable[str]: ...
     def get_slice(self, name: str) -> Slice: ...
@@ -41,7 +41,7 @@ class TensorFile(Protocol):
 def shards(path: Path) -> dict[str, Path]:
     """Returns tensor -> its file, for all tensors of the checkpoint at `path`."""
     if is_gguf(path):
-        return {name: stored.file for name, stored in Model(path).tensors.items()}
+        return {name: stored_tensor.file for name, stored_tensor in Model(path).tensors.items()}
     if (path / INDEX).is_file():
         table = read_json(path / INDEX, INDEX_BYTES).get("weight_map")
         if not isinstance(table, dict) or not table:
@@ -51,6 +51,7 @@ def shards(path: Path) -> dict[str, Path]:
                 raise CheckpointError(
                     f"{path / INDEX}: weight_map: got {shorten(shard)}; allowed: names of files"
                 )
+        # Only the last part of a path, so that an index cannot name a file outside of its directory.
         return {str(name): path / Path(str(shard)).name for name, shard in table.items()}
     if (path / SINGLE).is_file():
         return dict.fromkeys(_safetensors(path / SINGLE).keys(), path / SINGLE)
@@ -69,8 +70,12 @@ def open_tensor_file(path: Path, file: Path, huge: bool) -> TensorFile:
     huge: ask for huge pages before any tensor is read.
     """
     if is_gguf(path):
-        found = {name: one.tensor for name, one in Model(path).tensors.items() if one.file == file}
-        return GgufFile(file, found, huge)
+        file_tensors = {
+            name: stored_tensor.tensor
+            for name, stored_tensor in Model(path).tensors.items()
+            if stored_tensor.file == file
+        }
+        return GgufFile(file, file_tensors, huge)
     tensors: TensorFile = _safetensors(file)
     if huge:
         _prefer_huge_pages(tensors, file)
@@ -84,11 +89,11 @@ class GgufFile:
         self._tensors = tensors
         try:
             with file.open("rb") as data:
-                mapped = mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ)
+                mapping = mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
-        self._bytes = _as_tensor(mapped)
-        if any(one.offset + one.size > len(self._bytes) for one in tensors.values()):
+        self._bytes = _as_tensor(mapping)
+        if any(tensor.offset + tensor.size > len(self._bytes) for tensor in tensors.values()):
             raise CheckpointError(f"{file}: truncated since its header was read")
         if huge:
             prefer_huge(self._bytes.data_ptr(), len(self._bytes))
@@ -101,10 +106,10 @@ class GgufFile:
 
     def get_tensor(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name]
-        found = self._bytes[tensor.offset : tensor.offset + tensor.size]
+        data = self._bytes[tensor.offset : tensor.offset + tensor.size]
         if tensor.kind in _NUMBERS:
-            return found.view(_NUMBERS[tensor.kind]).view(tensor.shape)
-        return found.view(*tensor.shape[:-1], -1)
+            return data.view(_NUMBERS[tensor.kind]).view(tensor.shape)
+        return data.view(*tensor.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,7 @@ def _as_tensor(mapping: mmap.mmap) -> torch.Tensor:
 
 def _prefer_huge_pages(tensors: Any, file: Path) -> None:
     """Asks for huge pages, before any tensor is read."""
+    # The library does not tell where its mapping begins. Tensors follow the header, so the first one is near.
     names = tensors.offset_keys()
     if names:
         with file.open("rb") as header:

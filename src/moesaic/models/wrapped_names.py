@@ -29,12 +29,13 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
     >>> plain_names(["model.language_model.norm.weight"])
     {'model.norm.weight': 'model.language_model.norm.weight'}
     """
-    found = {name: name for name in names}
+    file_names = {name: name for name in names}
     for name in sorted(names):
         plain = _plain(name)
-        if plain not in found:
-            found[plain] = found.pop(name)
-    return found
+        # If the files have both names, the longer one stays and is refused as a tensor that is not expected.
+        if plain not in file_names:
+            file_names[plain] = file_names.pop(name)
+    return file_names
 
 
 def file_prefix(prefix: str, plain_name: str, file_name: str) -> str:
@@ -43,9 +44,9 @@ def file_prefix(prefix: str, plain_name: str, file_name: str) -> str:
     >>> file_prefix("model.layers.3.mlp", "model.layers.3.mlp.up", "language_model.model.layers.3.mlp.up")
     'language_model.model.layers.3.mlp'
     """
-    for front, mine in FRONTS:
-        if file_name == front + plain_name.removeprefix(mine) and plain_name.startswith(mine):
-            return front + prefix.removeprefix(mine)
+    for front, own_front in FRONTS:
+        if file_name == front + plain_name.removeprefix(own_front) and plain_name.startswith(own_front):
+            return front + prefix.removeprefix(own_front)
     return prefix
 
 

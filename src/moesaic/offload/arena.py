@@ -42,9 +42,9 @@ class Arena:
         This writes to each page once, because the first pass would otherwise wait for page faults: half a
         second for 270 MiB. Raises ConfigError and hands out nothing if fewer than `size` bytes are left.
         """
-        begin, rounded = self.used_bytes, -(-size // ALIGNMENT) * ALIGNMENT
-        if rounded > self.free_bytes:
-            raise ConfigError.field("fast memory", begin + rounded, f"at most {self.size} bytes")
-        self.used_bytes += rounded
-        self._memory[begin : begin + rounded : ALIGNMENT] = 0
+        begin, rounded_size = self.used_bytes, -(-size // ALIGNMENT) * ALIGNMENT
+        if rounded_size > self.free_bytes:
+            raise ConfigError.field("fast memory", begin + rounded_size, f"at most {self.size} bytes")
+        self.used_bytes += rounded_size
+        self._memory[begin : begin + rounded_size : ALIGNMENT] = 0
         return self._memory[begin : begin + size]

@@ -58,8 +58,8 @@ class Arrangement:
 
     def span(self, place: Place) -> Span:
         """The blocks of memory that contain a part of one tensor."""
-        at = self.memory_offsets[place]
-        return _round_down(at), _round_up(at + place.size)
+        offset = self.memory_offsets[place]
+        return _round_down(offset), _round_up(offset + place.size)
 
     def page(self, page: int, pages: int) -> Span:
         """The blocks of page number `page` of `pages`. Page sizes differ by at most one block."""
@@ -68,14 +68,14 @@ class Arrangement:
 
     def pieces(self, span: Span) -> Iterator[tuple[Run, Span]]:
         """Splits `span` into parts that are contiguous in one file, each with the run that contains it."""
-        at, end = span
-        first = max(bisect_right(self._starts, at) - 1, 0)
+        offset, end = span
+        first = max(bisect_right(self._starts, offset) - 1, 0)
         for run in self.runs[first:]:
-            if at >= end:
+            if offset >= end:
                 return
             stop = min(end, run.memory_offset + run.size)
-            yield run, (at, stop)
-            at = stop
+            yield run, (offset, stop)
+            offset = stop
 
     def _add(self, place: Place) -> None:
         """Adds a tensor whose offset is not below those of its file that were added before."""

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from moesaic.core.experts import PARTS, ExpertLayout
-from moesaic.core.stored import COMPRESSED, is_packed
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
@@ -46,19 +46,20 @@ class StoredReader:
         return max((Arrangement(parts).size for parts in plan.places.values()), default=0), 0
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
-        arranged = Arrangement(self._places[layer, expert])
-        return self._files.read(arranged, [(0, arranged.size)], place)
+        arrangement = Arrangement(self._places[layer, expert])
+        return self._files.read(arrangement, [(0, arrangement.size)], place)
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
         parts = self._places[layer, expert]
-        found = views(Arrangement(parts), place, self._dtype)
-        return tuple(found[part] for part in parts)
+        tensor_views = views(Arrangement(parts), place, self._dtype)
+        return tuple(tensor_views[part] for part in parts)
 
 
 class StreamedByExpert(StreamedExperts):
-    """As Streamed, of the same arguments. On a CPU, over a disk only.
+    """Routed experts that are read one at a time, on a CPU over a disk. The arguments are those of
+    StreamedExperts.
 
-    A page is a number of whole experts. `take_place` may change which experts stay.
+    A page is a number of whole experts. `replace_expert` may change which experts stay.
     """
 
     def load_static(self) -> int:
@@ -67,16 +68,16 @@ class StreamedByExpert(StreamedExperts):
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
         if not 0 <= page < pages:
             raise ValueError(f"page {page} of {pages}")
-        away = self._plan.list_streamed(layer)
-        first, last = (number * len(away) // pages for number in (page, page + 1))
-        return self.load_chosen(count, layer, away[first:last])
+        streamed_experts = self._plan.list_streamed(layer)
+        first, last = (number * len(streamed_experts) // pages for number in (page, page + 1))
+        return self.load_chosen(count, layer, streamed_experts[first:last])
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
-        away = self._streamed_places[layer]
-        wanted = sorted(
+        places = self._streamed_places[layer]
+        missing_experts = sorted(
             {int(expert) for expert in experts if (layer, int(expert)) not in self._static_places}
         )
-        return sum(self._reader.load(layer, expert, away[expert][count % 2]) for expert in wanted)
+        return sum(self._reader.load(layer, expert, places[expert][count % 2]) for expert in missing_experts)
 
     def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
         """Reads the expert `new_expert` to the place of `evicted_expert`, which stayed until now. Returns the
@@ -85,6 +86,8 @@ class StreamedByExpert(StreamedExperts):
         From now on `new_expert` stays and `evicted_expert` is streamed. No other thread may compute this
         layer meanwhile.
         """
+        # All places have one size, so the new expert takes over the place, and leaves its slots to the old
+        # one.
         place = self._static_places[layer, evicted_expert]
         size = self._reader.load(layer, new_expert, place)
         self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
@@ -111,8 +114,8 @@ class StreamedByExpert(StreamedExperts):
         )
         self._streamed_places = {
             layer: {
-                expert: both
-                for expert, *both in zip(
+                expert: slot_places
+                for expert, *slot_places in zip(
                     self._plan.list_streamed(layer),
                     *(places_of(each, size) for each in self._slots),
                     strict=False,
@@ -125,29 +128,33 @@ class StreamedByExpert(StreamedExperts):
         return {(layer, slot): self._weights(layer, slot) for layer in layout.layers for slot in (0, 1)}
 
     def _select_static_places(self, layer: int) -> dict[int, torch.Tensor]:
-        return {expert: place for (of, expert), place in self._static_places.items() if of == layer}
+        return {
+            expert: place
+            for (static_layer, expert), place in self._static_places.items()
+            if static_layer == layer
+        }
 
     def _weights(self, layer: int, slot: int) -> ExpertWeights:
-        away = {expert: slots[slot] for expert, slots in self._streamed_places[layer].items()}
-        return weights_in(self._reader, self._layout, layer, self._select_static_places(layer) | away)
+        slot_places = {expert: slots[slot] for expert, slots in self._streamed_places[layer].items()}
+        return weights_in(self._reader, self._layout, layer, self._select_static_places(layer) | slot_places)
 
 
 def weights_in(
     reader: Reader, layout: ExpertLayout, layer: int, places: Mapping[int, torch.Tensor]
 ) -> ExpertWeights:
     """The experts of a layer that are in these places. places: expert -> its place."""
-    held = {expert: reader.tensors(layer, expert, place) for expert, place in places.items()}
+    tensors = {expert: reader.tensors(layer, expert, place) for expert, place in places.items()}
     dtype = layout.dtype_of(layer)
-    packed = dtype if is_packed(dtype) else COMPRESSED
+    packed_dtype = dtype if is_packed(dtype) else COMPRESSED_DTYPE
     return ExpertWeights.from_resident(
-        layout.num_experts, held, PARTS[layout.form], layout.activation, packed
+        layout.num_experts, tensors, PARTS[layout.form], layout.activation, packed_dtype
     )
 
 
 def memory_of(plan: Plan, layout: ExpertLayout, place: int, staging: int) -> Memory:
     """The memory of experts that stay and of two slots. place: bytes of the place of one expert."""
-    most = max(len(plan.list_streamed(layer)) for layer in layout.layers)
-    return Memory(whole_blocks(len(plan.static_keys) * place), whole_blocks(most * place), staging)
+    max_streamed = max(len(plan.list_streamed(layer)) for layer in layout.layers)
+    return Memory(whole_blocks(len(plan.static_keys) * place), whole_blocks(max_streamed * place), staging)
 
 
 def whole_blocks(size: int) -> int:

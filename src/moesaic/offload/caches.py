@@ -113,21 +113,22 @@ class MovingCache(CacheAttention):
         return AttentionBatch.build(self._renumber_blocks(batch), self._block_size, self._device)
 
     def load(self, layer: int, part: MicroBatch) -> None:
-        known, held = self._blocks(part.batch)
-        kv, blocks = self._room(int(held.sum())), part.batch.block_tables[known]
+        loaded_mask, used_mask = self._blocks(part.batch)
+        kv, blocks = self._room(int(used_mask.sum())), part.batch.block_tables[loaded_mask]
         slow = torch.from_numpy(blocks[blocks >= self._fast_blocks] - self._fast_blocks)
         fast = torch.from_numpy(blocks[blocks < self._fast_blocks]).to(self._device)
+        # `_renumber_blocks` gives the blocks of the slow level the lowest numbers, so they are copied first.
         first, last = len(slow), len(blocks)
         stays = self._fast
         sides = [(kv.keys(0), self._kv.keys(layer), None if stays is None else stays.keys(layer))]
         if not self._layout.value_in_key:
-            here = None if stays is None else stays.values(layer)
-            sides.append((kv.values(0), self._kv.values(layer), here))
-        for target, below, here in sides:
+            fast_values = None if stays is None else stays.values(layer)
+            sides.append((kv.values(0), self._kv.values(layer), fast_values))
+        for target, below, fast_values in sides:
             if first:
                 self._load_link.gather(target[:first], below, slow)
-            if here is not None and last > first:
-                torch.index_select(here, 0, fast, out=target[first:last])
+            if fast_values is not None and last > first:
+                torch.index_select(fast_values, 0, fast, out=target[first:last])
         part.local[layer] = kv
 
     def attend(self, layer: int, block: Block, part: MicroBatch) -> None:
@@ -135,6 +136,7 @@ class MovingCache(CacheAttention):
             self.load(layer, part)
         kv, rows = part.local.pop(layer), part.projections
         assert rows is not None
+        # Layer 0: a cache on the fast level has one layer, which any layer of the model may use.
         kv.write(0, rows.key, rows.value, part.attention.slots)
         part.attention_output = self._compute_attention(block, kv.keys(0), kv.values(0), part)
         part.unsaved_rows[layer] = rows.key, rows.value
@@ -147,14 +149,14 @@ class MovingCache(CacheAttention):
         first = self._fast_blocks * self._block_size
         if self._fast is not None and bool((slots < first).any()):
             stays = slots < first
-            mine, others = stays.to(key.device), (~stays).to(key.device)
-            here = None if value is None else value[mine]
-            self._fast.write(layer, key[mine], here, slots[stays].to(self._device))
-            key, slots = key[others], slots[~stays]
-            value = None if value is None else value[others]
+            fast_rows, slow_rows = stays.to(key.device), (~stays).to(key.device)
+            fast_value = None if value is None else value[fast_rows]
+            self._fast.write(layer, key[fast_rows], fast_value, slots[stays].to(self._device))
+            key, slots = key[slow_rows], slots[~stays]
+            value = None if value is None else value[slow_rows]
         if len(slots):
-            above = None if value is None else self._save_link.copy(value)
-            self._kv.write(layer, self._save_link.copy(key), above, slots - first)
+            slow_value = None if value is None else self._save_link.copy(value)
+            self._kv.write(layer, self._save_link.copy(key), slow_value, slots - first)
 
     def take_back(self, kv: PagedKV) -> None:
         """Takes back blocks that `load` gave to a part, once the part does not need them."""
@@ -172,13 +174,13 @@ class MovingCache(CacheAttention):
     def _renumber_blocks(self, batch: TokenBatch) -> TokenBatch:
         """Renumbers the batch's blocks for a cache of its own: those of the slow level, those of the fast
         one, then the new ones."""
-        known, held = self._blocks(batch)
-        tables, come = np.zeros_like(batch.block_tables), int(known.sum())
-        slow = known & (batch.block_tables >= self._fast_blocks)
+        loaded_mask, used_mask = self._blocks(batch)
+        tables, num_loaded = np.zeros_like(batch.block_tables), int(loaded_mask.sum())
+        slow = loaded_mask & (batch.block_tables >= self._fast_blocks)
         first = int(slow.sum())
         tables[slow] = np.arange(first)
-        tables[known & ~slow] = np.arange(first, come)
-        tables[held & ~known] = np.arange(come, int(held.sum()))
+        tables[loaded_mask & ~slow] = np.arange(first, num_loaded)
+        tables[used_mask & ~loaded_mask] = np.arange(num_loaded, int(used_mask.sum()))
         return replace(batch, block_tables=tables)
 
     def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
@@ -187,9 +189,9 @@ class MovingCache(CacheAttention):
         The first marks blocks with tokens before this step, which are loaded. The second also marks the
         blocks with this step's tokens.
         """
-        before = batch.context_lens - np.diff(batch.query_starts)
+        earlier_tokens = batch.context_lens - np.diff(batch.query_starts)
         place = self._block_size * np.arange(batch.block_tables.shape[1])
-        return place < before[:, None], place < batch.context_lens[:, None]
+        return place < earlier_tokens[:, None], place < batch.context_lens[:, None]
 
 
 class HybridCache:

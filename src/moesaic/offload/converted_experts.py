@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import BIASED, COLUMNS, DOWN_COLUMNS, ExpertLayout
-from moesaic.core.stored import of_matrices, row_bytes
+from moesaic.core.experts import COLUMNS, DOWN_COLUMNS, FORMS_WITH_BIASES, ExpertLayout
+from moesaic.core.weight_types import row_bytes, split_dtype
 from moesaic.kernels.compressed_layout import decompress
 from moesaic.models.columns import transpose
 from moesaic.models.headers import COMPRESSED_ROWS, Headers, Place
@@ -48,8 +48,8 @@ class ConvertingReader:
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
         """Reads one expert and converts it to its place. Returns the bytes read."""
-        arranged = Arrangement(self._plan.places[layer, expert])
-        size = self._files.read(arranged, [(0, arranged.size)], self._staging)
+        arrangement = Arrangement(self._plan.places[layer, expert])
+        size = self._files.read(arrangement, [(0, arrangement.size)], self._staging)
         self.put(layer, expert, place)
         return size
 
@@ -59,21 +59,22 @@ class ConvertingReader:
 
     def put(self, layer: int, expert: int, place: torch.Tensor) -> None:
         """Converts an expert that has been read to its place."""
-        arranged, memory = Arrangement(self._plan.places[layer, expert]), self._staging.numpy()
+        arrangement, memory = Arrangement(self._plan.places[layer, expert]), self._staging.numpy()
         target = self.tensors(layer, expert, place)
 
-        def stored(place: Place) -> Bytes:
-            at = arranged.memory_offsets[place]
-            found: Bytes = memory[at : at + place.size]
-            return found
+        def read_bytes(place: Place) -> Bytes:
+            offset = arrangement.memory_offsets[place]
+            data: Bytes = memory[offset : offset + place.size]
+            return data
 
-        self._convert(self._plan.headers, self._layout, layer, expert, stored, target)
-        if self._layout.form in BIASED:
-            _put_biases(self._plan.headers, self._layout, layer, expert, stored, target)
+        self._convert(self._plan.headers, self._layout, layer, expert, read_bytes, target)
+        if self._layout.form in FORMS_WITH_BIASES:
+            _put_biases(self._plan.headers, self._layout, layer, expert, read_bytes, target)
 
 
 class StreamedConvertedExperts(StreamedByExpert):
-    """As StreamedByExpert, of the same arguments."""
+    """Streamed experts that are converted on their way to memory. The arguments are those of
+    StreamedExperts."""
 
     _reader: ConvertingReader
 
@@ -91,31 +92,37 @@ class StreamedConvertedExperts(StreamedByExpert):
 
 def repeat_conversion(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
     """A function that converts the first expert of a layer, whose bytes are in memory, to the same place."""
-    owned_experts = {each: [0] for each in layout.layers}
+    owned_experts = {layer_id: [0] for layer_id in layout.layers}
     memory = StreamedConvertedExperts.memory_for(path, layout, {}, owned_experts)
-    streamed = StreamedConvertedExperts(path, layout, {}, Arena(memory.total), owned_experts=owned_experts)
-    streamed.load_chosen(0, layer, [0])
-    streamed.close()
-    return partial(streamed.convert_again, 0, layer, 0)
+    streamed_experts = StreamedConvertedExperts(
+        path, layout, {}, Arena(memory.total), owned_experts=owned_experts
+    )
+    streamed_experts.load_chosen(0, layer, [0])
+    streamed_experts.close()
+    return partial(streamed_experts.convert_again, 0, layer, 0)
 
 
 def _convert_columns(
     headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Transposes the matrices of an expert."""
-    gate_up, down = (_numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert)[:2])
-    for into, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down), strict=True):
-        transpose(matrix, into)
+    gate_up, down_proj = (
+        _numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert)[:2]
+    )
+    for part_target, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down_proj), strict=True):
+        transpose(matrix, part_target)
 
 
 def _convert_down_columns(
     headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Copies gate and up, and transposes down."""
-    gate, up, down = (_numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert))
-    target[0].copy_(gate)
-    target[1].copy_(up)
-    transpose(down, target[2])
+    gate_proj, up_proj, down_proj = (
+        _numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert)
+    )
+    target[0].copy_(gate_proj)
+    target[1].copy_(up_proj)
+    transpose(down_proj, target[2])
 
 
 CONVERSIONS = {COLUMNS: _convert_columns, DOWN_COLUMNS: _convert_down_columns}
@@ -131,14 +138,14 @@ def _convert_packed(
     """
     read = headers.reader(read_bytes)
     try:
-        for (name, *shape), into in zip(layout.tensors(layer, expert)[:3], target[:3], strict=True):
+        for (name, *shape), part_target in zip(layout.tensors(layer, expert)[:3], target[:3], strict=True):
             matrix = headers.find_quantized(name, *shape)
             if matrix is None:
-                into.copy_(_numbers(headers.find(name, *shape), read_bytes, shape[-1]))
-            elif into.dtype is torch.uint8:
-                matrix.pack_rows(read, into.view(torch.uint8).numpy())
+                part_target.copy_(_numbers(headers.find(name, *shape), read_bytes, shape[-1]))
+            elif part_target.dtype is torch.uint8:
+                matrix.pack_rows(read, part_target.view(torch.uint8).numpy())
             else:
-                into.copy_(torch.from_numpy(matrix.floats(read)))
+                part_target.copy_(torch.from_numpy(matrix.floats(read)))
     except CheckpointError as error:
         raise CheckpointError(f"{headers.path}: {error}") from None
 
@@ -147,9 +154,13 @@ def _put_biases(
     headers: Headers, layout: ExpertLayout, layer: int, expert: int, read_bytes: ReadBytes, target: Expert
 ) -> None:
     """Takes biases of gate and up apart, which take turns."""
-    inner, down = (_bias(headers, read_bytes, *part) for part in layout.tensors(layer, expert)[-2:])
-    for into, bias in zip(target[3:], (inner[0::2], inner[1::2], down), strict=True):
-        into.copy_(bias)
+    inner_biases, down_bias = (
+        _bias(headers, read_bytes, *part) for part in layout.tensors(layer, expert)[-2:]
+    )
+    for part_target, bias in zip(
+        target[3:], (inner_biases[0::2], inner_biases[1::2], down_bias), strict=True
+    ):
+        part_target.copy_(bias)
 
 
 def _bias(headers: Headers, read_bytes: ReadBytes, name: str, *shape: int) -> torch.Tensor:
@@ -177,14 +188,14 @@ def dense_size(layout: ExpertLayout) -> int:
 def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:
     """The tensors of an expert of this layer in its memory."""
     width, hidden, dtype = layout.width, layout.hidden, layout.dtype_of(layer)
-    inner, outer = (DTYPES[one] for one in of_matrices(dtype))
-    columns = row_bytes(of_matrices(dtype)[0], hidden) // inner.itemsize
-    rows = row_bytes(of_matrices(dtype)[1], width) // outer.itemsize
+    inner, outer = (DTYPES[matrix_type] for matrix_type in split_dtype(dtype))
+    columns = row_bytes(split_dtype(dtype)[0], hidden) // inner.itemsize
+    rows = row_bytes(split_dtype(dtype)[1], width) // outer.itemsize
     shapes: list[tuple[int, ...]] = [(width, columns), (width, columns), (hidden, rows)]
-    shapes += [(width,), (width,), (hidden,)] if layout.form in BIASED else []
+    shapes += [(width,), (width,), (hidden,)] if layout.form in FORMS_WITH_BIASES else []
     types = [inner, inner, outer, *[torch.float32] * 3]
-    parts, at = [], 0
+    parts, offset = [], 0
     for shape, size, kind in zip(shapes, layout.bytes_of(dtype), types, strict=False):
-        parts.append(memory[at : at + size].view(kind).view(shape))
-        at += align_size(size)
+        parts.append(memory[offset : offset + size].view(kind).view(shape))
+        offset += align_size(size)
     return tuple(parts)

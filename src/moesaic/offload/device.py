@@ -37,7 +37,7 @@ class DeviceMemory:
 
 
 class DeviceLink(Link):
-    """One direction of the link between a device's memory and RAM, through pinned memory."""
+    """The link between a device's memory and RAM in one direction, through pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -48,8 +48,10 @@ class DeviceLink(Link):
     def copy_to_device(self, source: torch.Tensor) -> torch.Tensor:
         """Returns a copy in the device's memory."""
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
-        held = source if source.is_pinned() else pinned_memory(source.shape, source.dtype).copy_(source)
-        self.send(target, held)
+        pinned_source = (
+            source if source.is_pinned() else pinned_memory(source.shape, source.dtype).copy_(source)
+        )
+        self.send(target, pinned_source)
         return target
 
     def copy_to_host(self, source: torch.Tensor) -> torch.Tensor:
@@ -66,8 +68,8 @@ class DeviceLink(Link):
 
     def gather(self, target: torch.Tensor, source: torch.Tensor, indices: torch.Tensor) -> None:
         """Copies source[chosen] [c, ...] from RAM to target [c, ...] on the device."""
-        held = pinned_memory(target.shape, target.dtype)
-        self.send(target, torch.index_select(source, 0, indices, out=held))
+        pinned_rows = pinned_memory(target.shape, target.dtype)
+        self.send(target, torch.index_select(source, 0, indices, out=pinned_rows))
 
     def send(self, target: torch.Tensor, pinned_source: torch.Tensor) -> None:
         """Submits a copy to the device; `finish` waits for it."""
@@ -77,9 +79,9 @@ class DeviceLink(Link):
 
     def finish(self) -> None:
         """Waits until the device has done this thread's work. It sleeps, since other work needs the cores."""
-        done = self.event()
-        self.record(done)
-        done.synchronize()
+        event = self.event()
+        self.record(event)
+        event.synchronize()
 
     def event(self) -> torch.cuda.Event:
         """An event. Its `synchronize` sleeps until what was submitted before `record` is done."""
@@ -111,20 +113,23 @@ class StagedExperts(StreamedExperts):
     ) -> None:
         super().__init__(path, layout, static, memory, link=Link(), owned_experts=owned_experts)
         self._load_link = load_link
-        self._pinned = pinned_memory((self.memory.slot or min(self.memory.static, PIECE),), torch.uint8)
+        self._pinned_buffer = pinned_memory(
+            (self.memory.slot or min(self.memory.static, PIECE),), torch.uint8
+        )
 
     def load_static(self) -> int:
-        size, total = len(self._pinned), self.memory.static
+        # The pinned buffer is smaller than all static experts: RAM may not be able to pin that much.
+        size, total = len(self._pinned_buffer), self.memory.static
         for begin in range(0, total, size or 1):
             end = min(begin + size, total)
-            self._read(self._plan.static_arrangement, [(begin, end)], self._pinned, begin)
-            self._load_link.send(self._static[begin:end], self._pinned[: end - begin])
+            self._read(self._plan.static_arrangement, [(begin, end)], self._pinned_buffer, begin)
+            self._load_link.send(self._static[begin:end], self._pinned_buffer[: end - begin])
             self._load_link.finish()
         return total
 
     def stage_page(self, layer: int, page: int, pages: int) -> int:
         return self._read(
-            self._plan.streamed_arrangements[layer], [self._page(layer, page, pages)], self._pinned
+            self._plan.streamed_arrangements[layer], [self._page(layer, page, pages)], self._pinned_buffer
         )
 
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
@@ -142,16 +147,16 @@ class StagedExperts(StreamedExperts):
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
         """Copies one range to the device while it reads the next one into pinned memory."""
-        loaded, arranged = 0, self._plan.streamed_arrangements[layer]
+        loaded_bytes, arrangement = 0, self._plan.streamed_arrangements[layer]
         for span in merge_spans(self._spans(layer, experts)):
-            self._read(arranged, [span], self._pinned)
-            loaded += self._send(count, [span])
-        return loaded
+            self._read(arrangement, [span], self._pinned_buffer)
+            loaded_bytes += self._send(count, [span])
+        return loaded_bytes
 
     def _send(self, count: int, spans: Iterable[Span]) -> int:
         slot, total = self._slots[count % 2], 0
         for begin, end in spans:
-            self._load_link.send(slot[begin:end], self._pinned[begin:end])
+            self._load_link.send(slot[begin:end], self._pinned_buffer[begin:end])
             total += end - begin
         return total
 
@@ -159,8 +164,8 @@ class StagedExperts(StreamedExperts):
 def stream_of(device: torch.device) -> AbstractContextManager[object]:
     """A context in which the calling thread submits work to a CUDA stream of its own."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    made: AbstractContextManager[object] = torch.cuda.stream(stream)
-    return made
+    context: AbstractContextManager[object] = torch.cuda.stream(stream)
+    return context
 
 
 def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -168,5 +173,5 @@ def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     try:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
     except RuntimeError as error:
-        size, said = math.prod(shape) * dtype.itemsize, str(error).partition("\n")[0]
-        raise ConfigError.field("pinned memory", size, f"what RAM has free ({said})") from error
+        size, reason = math.prod(shape) * dtype.itemsize, str(error).partition("\n")[0]
+        raise ConfigError.field("pinned memory", size, f"what RAM has free ({reason})") from error

@@ -100,6 +100,7 @@ class _LaneThread:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._stack = ExitStack()
         self._is_set_up = False
+        # A daemon, so that a second Ctrl-C can end the process while a read or a product goes on.
         self._thread = Thread(target=self._live, name=f"lane {lane.value}", daemon=True)
         self._thread.start()
 
@@ -108,9 +109,9 @@ class _LaneThread:
 
     def wait(self) -> None:
         """Waits until the thread has done everything that was posted."""
-        done = _acquire_new_lock()
-        self._calls.put(done.release)
-        done.acquire()
+        wakeup = _acquire_new_lock()
+        self._calls.put(wakeup.release)
+        wakeup.acquire()
 
     def close(self) -> None:
         self._calls.put(None)
@@ -131,7 +132,7 @@ class _LaneThread:
 
 
 class _Run:
-    """One run of a task list. As a context manager it records a lane's error and stops all lanes."""
+    """A run of a task list. As a context manager it records a lane's error and stops all lanes."""
 
     def __init__(self, tasks: Sequence[Task], run_task: RunTask, clock: Clock) -> None:
         self._tasks, self._run_task, self._clock = tasks, run_task, clock
@@ -185,6 +186,7 @@ class _Run:
             if self._is_finished[need] or self._is_stopped:
                 return
             self._waiting_lanes.setdefault(need, []).append(lane)
+        # Outside of the mutex, which the lane that ends the task needs.
         self._wakeups[lane].acquire()
 
     def _end(self, index: int) -> None:
@@ -212,12 +214,12 @@ class _Run:
 
 def _tasks_by_lane(tasks: Sequence[Task]) -> dict[Lane, list[int]]:
     """Returns lane -> indices of its tasks, in order."""
-    found: dict[Lane, list[int]] = {}
+    indices: dict[Lane, list[int]] = {}
     for index, task in enumerate(tasks):
         if task.needs and max(task.needs) >= index:
             raise ConfigError.field(f"needs of task {index}", task.needs, f"0 to {index - 1}")
-        found.setdefault(task.lane, []).append(index)
-    return found
+        indices.setdefault(task.lane, []).append(index)
+    return indices
 
 
 def _acquire_new_lock() -> Lock:

@@ -16,7 +16,7 @@ PIECE = 1 << 20
 
 
 class Link:
-    """One direction of a link. The tasks on a link's lane use it one after the other.
+    """A link in one direction. The tasks on a link's lane use it one after the other.
 
     speed: bytes/s; None means unlimited. A link slower than this machine's memory shows how a schedule
     performs on other hardware. The copies are real.
@@ -35,10 +35,11 @@ class Link:
 
     def fill(self, target: Bytes, source: Bytes) -> None:
         """Copies `source` to the start of `target`."""
+        # In pieces, so that a slow link spreads the copy over its time instead of sleeping after it.
         begin = time.monotonic()
-        for at in range(0, len(source), PIECE):
-            np.copyto(target[at : at + PIECE], source[at : at + PIECE])
-            self._wait(begin, min(at + PIECE, len(source)))
+        for offset in range(0, len(source), PIECE):
+            np.copyto(target[offset : offset + PIECE], source[offset : offset + PIECE])
+            self._wait(begin, min(offset + PIECE, len(source)))
         self.copied_bytes += len(source)
 
     def gather(self, target: torch.Tensor, source: torch.Tensor, indices: torch.Tensor) -> None:
@@ -83,5 +84,5 @@ class MappedFile:
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """Returns the bytes of a dense tensor without copying them."""
-    found: Bytes = tensor.view(-1).view(torch.uint8).numpy()
-    return found
+    data: Bytes = tensor.view(-1).view(torch.uint8).numpy()
+    return data

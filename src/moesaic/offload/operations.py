@@ -84,7 +84,7 @@ class Operations:
         self.loaded_bytes = 0
         """Bytes of weights loaded so far."""
         self.num_chosen = self.num_hits = self.num_exchanged = 0
-        """See ResidencyStats."""
+        """Chosen experts, those of them that were in memory, and exchanges, as in ResidencyStats."""
         self._task_functions: dict[Kind, TaskFunction] = {
             **post_attention.tasks,
             Kind.PRE: self._pre,
@@ -125,6 +125,7 @@ class Operations:
             else:
                 self._task_functions[task.kind](task, self._parts[task.micro_batch])
         finally:
+            # A task that depends on this one may begin on another lane, so all of its work has to be done.
             self._load_link.finish()
 
     # ---- weights
@@ -144,21 +145,23 @@ class Operations:
     def _load_chosen(self, layer: int) -> None:
         if not self._model.blocks[layer].is_routed:
             return
-        gated = [part.gate_output for part in self._parts]
+        gate_outputs = [part.gate_output for part in self._parts]
         ids = [
-            one.expert_ids.cpu().numpy() for one in gated if one is not None and one.expert_ids is not None
+            gate_output.expert_ids.cpu().numpy()
+            for gate_output in gate_outputs
+            if gate_output is not None and gate_output.expert_ids is not None
         ]
         pairs, (turn, prefetched) = np.concatenate(ids, axis=None), self._prefetched_experts
-        chosen = np.unique(pairs).tolist()
-        here = self._static[layer].union(prefetched if turn == self._first_layer_turn + layer else ())
-        wanted = [expert for expert in chosen if expert not in here]
-        self.num_chosen += len(chosen)
-        self.num_hits += len(chosen) - len(wanted)
+        chosen_experts = np.unique(pairs).tolist()
+        fast_experts = self._static[layer].union(prefetched if turn == self._first_layer_turn + layer else ())
+        missing_experts = [expert for expert in chosen_experts if expert not in fast_experts]
+        self.num_chosen += len(chosen_experts)
+        self.num_hits += len(chosen_experts) - len(missing_experts)
         if self._splitting is not None:
-            wanted = self._splitting.loaded_experts
+            missing_experts = self._splitting.loaded_experts
         if self._exchanges is not None:
-            wanted = self._exchange_experts(layer, pairs, chosen, wanted)
-        self.loaded_bytes += self._experts.load_chosen(self._first_layer_turn + layer, layer, wanted)
+            missing_experts = self._exchange_experts(layer, pairs, chosen_experts, missing_experts)
+        self.loaded_bytes += self._experts.load_chosen(self._first_layer_turn + layer, layer, missing_experts)
         self._likely.learn(layer, pairs)
 
     def _exchange_experts(
@@ -168,12 +171,12 @@ class Operations:
         loaded."""
         assert self._exchanges is not None
         self._hot.learn(layer, pairs)
-        found = self._hot.exchanges(layer, self._static[layer], missing_experts, chosen_experts)
-        for out, new in found:
-            self.loaded_bytes += self._exchanges.replace_expert(layer, out, new)
-        self.num_exchanged += len(found)
-        stay = {new for _, new in found}
-        return [expert for expert in missing_experts if expert not in stay]
+        exchanges = self._hot.exchanges(layer, self._static[layer], missing_experts, chosen_experts)
+        for evicted_expert, new_expert in exchanges:
+            self.loaded_bytes += self._exchanges.replace_expert(layer, evicted_expert, new_expert)
+        self.num_exchanged += len(exchanges)
+        resident_experts = {new_expert for _, new_expert in exchanges}
+        return [expert for expert in missing_experts if expert not in resident_experts]
 
     def _load_likely(self, layer: int) -> None:
         """Loads likely experts. A layer number beyond the last one means a layer of the next pass."""

@@ -52,15 +52,16 @@ class PaddedBlocks(KVBlocks):
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
         tokens = len(token_ids)
         lacking = max(self._longest - tokens, 0)
-        more = self.blocks_for(tokens + lacking) - self.blocks_for(tokens)
-        cached = super().allocate(request_id, token_ids, reusable, spare + more)
-        if cached is not None:
+        padding_blocks = self.blocks_for(tokens + lacking) - self.blocks_for(tokens)
+        cached_tokens = super().allocate(request_id, token_ids, reusable, spare + padding_blocks)
+        if cached_tokens is not None:
             self._padding_tokens[request_id] = lacking
             self.extend(request_id, tokens)
-        return cached
+        return cached_tokens
 
     def extend(self, request_id: int, num_tokens: int) -> bool:
         lacking = self._padding_tokens[request_id]
+        # The second try is for a full pool: a request goes on without padding rather than be preempted.
         return super().extend(request_id, num_tokens + lacking) or super().extend(request_id, num_tokens)
 
     def free(self, request_id: int, valid: bool = True) -> None:
@@ -73,8 +74,8 @@ def decoding(batch: TokenBatch) -> npt.NDArray[np.bool_]:
 
     A chunk of one row cannot be part of a prompt, since padded prompts are not cut into so small chunks.
     """
-    alone: npt.NDArray[np.bool_] = (np.diff(batch.query_starts) == 1) & (batch.context_lens > 1)
-    return alone
+    decodes: npt.NDArray[np.bool_] = (np.diff(batch.query_starts) == 1) & (batch.context_lens > 1)
+    return decodes
 
 
 def count_padding_blocks(batch: TokenBatch, block_size: int) -> IntArray:
@@ -84,10 +85,10 @@ def count_padding_blocks(batch: TokenBatch, block_size: int) -> IntArray:
     padding in block 0 does not count there.
     """
     width = batch.block_tables.shape[1]
-    held = ((batch.block_tables != 0) * np.arange(1, width + 1)).max(axis=1, initial=0)
-    own = -(-batch.context_lens // block_size)
-    found: IntArray = np.where(decoding(batch), np.maximum(held - own, 0), 0)
-    return found
+    allocated_blocks = ((batch.block_tables != 0) * np.arange(1, width + 1)).max(axis=1, initial=0)
+    own_blocks = -(-batch.context_lens // block_size)
+    padding_blocks: IntArray = np.where(decoding(batch), np.maximum(allocated_blocks - own_blocks, 0), 0)
+    return padding_blocks
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class Padding:
         Example: longest 4; a prompt of 2 tokens and one row at position 5 become rows at 0, 1, 2, 3 and 5.
         """
         counts, ends = np.diff(batch.query_starts), batch.query_starts[1:] - 1
-        ended = ~decoding(batch) & np.isin(ends, batch.logit_rows)
-        added = np.where(ended, np.maximum(self.longest - batch.context_lens, 0), 0)
-        starts = np.concatenate([[0], np.cumsum(counts + added)])
+        ends_here = ~decoding(batch) & np.isin(ends, batch.logit_rows)
+        padding_rows = np.where(ends_here, np.maximum(self.longest - batch.context_lens, 0), 0)
+        starts = np.concatenate([[0], np.cumsum(counts + padding_rows)])
         shift = np.repeat(starts[:-1] - batch.query_starts[:-1], counts)
         real = np.arange(batch.num_rows) + shift
         token_ids = np.full(starts[-1], TOKEN)
@@ -120,9 +121,9 @@ class Padding:
         return replace(
             batch,
             token_ids=token_ids,
-            positions=np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts + added),
+            positions=np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts + padding_rows),
             query_starts=starts,
-            context_lens=batch.context_lens + added,
+            context_lens=batch.context_lens + padding_rows,
             logit_rows=real[batch.logit_rows],
         )
 
@@ -147,11 +148,12 @@ class PaddedCacheAttention(CacheAttention):
     def _compute_attention(
         self, block: Block, keys: torch.Tensor, values: torch.Tensor | None, part: MicroBatch
     ) -> torch.Tensor:
-        attended, seen = super()._compute_attention(block, keys, values, part), part.attention
-        assert isinstance(seen, PaddedAttention) and part.projections is not None
-        if len(seen.rows):
-            block.attention(part.projections.query[seen.rows], keys, values, seen.padding)
-        return attended
+        attention_output, attention = super()._compute_attention(block, keys, values, part), part.attention
+        assert isinstance(attention, PaddedAttention) and part.projections is not None
+        if len(attention.rows):
+            # Only the time that it takes matters: these rows have their result already.
+            block.attention(part.projections.query[attention.rows], keys, values, attention.padding)
+        return attention_output
 
 
 class PaddedResidentCache(PaddedCacheAttention, ResidentCache):
@@ -175,17 +177,19 @@ class PaddedMovingCache(PaddedCacheAttention, MovingCache):
         )
 
     def _blocks(self, batch: TokenBatch) -> tuple[BoolArray, BoolArray]:
-        known, held = super()._blocks(batch)
-        place, own = np.arange(held.shape[1]), held.sum(axis=1)[:, None]
-        padding = (place >= own) & (place < own + count_padding_blocks(batch, self._block_size)[:, None])
-        return known | padding, held | padding
+        loaded_mask, used_mask = super()._blocks(batch)
+        place, own_blocks = np.arange(used_mask.shape[1]), used_mask.sum(axis=1)[:, None]
+        padding = (place >= own_blocks) & (
+            place < own_blocks + count_padding_blocks(batch, self._block_size)[:, None]
+        )
+        return loaded_mask | padding, used_mask | padding
 
 
 def _with_padding(real: AttentionBatch, padding: TokenBatch) -> PaddedAttention:
     """padding: one row for each decoding row of `real`; its token id is that row's number."""
     lines = torch.from_numpy(padding.token_ids).to(real.device)
-    padded = AttentionBatch.build(padding, real.block_size, real.device)
-    return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, padded)
+    padding_attention = AttentionBatch.build(padding, real.block_size, real.device)
+    return PaddedAttention(real.batch, real.block_size, real.device, real.slots, lines, padding_attention)
 
 
 def _build_padding_batch(batch: TokenBatch, counts: IntArray, block_size: int) -> TokenBatch:
@@ -193,11 +197,11 @@ def _build_padding_batch(batch: TokenBatch, counts: IntArray, block_size: int) -
 
     counts: [s] number of padding blocks. The token ids are the row numbers of the decoding rows.
     """
-    chosen = np.flatnonzero(counts)
-    tables = np.zeros((len(chosen), counts.max(initial=0)), np.int64)
-    for table, index in zip(tables, chosen.tolist(), strict=True):
-        own = -(-int(batch.context_lens[index]) // block_size)
-        table[: counts[index]] = batch.block_tables[index, own : own + counts[index]]
-    tokens = counts[chosen] * block_size
-    lines = np.arange(len(chosen) + 1)
-    return TokenBatch(batch.query_starts[chosen], tokens - 1, lines, tokens, tables, lines[:0])
+    sequence_ids = np.flatnonzero(counts)
+    tables = np.zeros((len(sequence_ids), counts.max(initial=0)), np.int64)
+    for table, index in zip(tables, sequence_ids.tolist(), strict=True):
+        own_blocks = -(-int(batch.context_lens[index]) // block_size)
+        table[: counts[index]] = batch.block_tables[index, own_blocks : own_blocks + counts[index]]
+    tokens = counts[sequence_ids] * block_size
+    lines = np.arange(len(sequence_ids) + 1)
+    return TokenBatch(batch.query_starts[sequence_ids], tokens - 1, lines, tokens, tables, lines[:0])

@@ -24,7 +24,7 @@ BUFFERS = 2
 
 
 class PageTable:
-    """For each expert of a layer the addresses of its matrices on the device, 0 while it is not there.
+    """The addresses of the matrices of a layer's experts on the device, 0 for an expert that is not there.
 
     An expert is computed from where it lies, so its matrices are never copied together. The kernels of a step
     read the table when they run. So it may only be changed in turn with them, on the same stream.
@@ -67,7 +67,8 @@ class PageTable:
 
 
 class PagedExperts(StreamedByExpert):
-    """As StreamedByExpert, on a device. `experts` has those that are there, with a page table.
+    """Streamed experts on a device, each in a place of its own. `experts` has those that are there, with a
+    page table.
 
     Experts that the files do not have as the kernels read them are converted in RAM, on their way to pinned
     memory. Raises the same errors as Streamed.
@@ -84,7 +85,7 @@ class PagedExperts(StreamedByExpert):
     ) -> None:
         self._load_link = load_link
         self._loaded_experts: list[tuple[tuple[int, int], set[int]]] = [((-1, -1), set()), ((-1, -1), set())]
-        """Of each slot: the turn and layer that were loaded to it last, and their experts that are there."""
+        """The turn and layer that were loaded to each slot last, and their experts that are there."""
         super().__init__(path, layout, static, memory, link=Link(), owned_experts=owned_experts)
         device = self._slots[0].device
         self._tables = {
@@ -92,37 +93,38 @@ class PagedExperts(StreamedByExpert):
         }
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
-        wanted = [int(expert) for expert in experts]
-        key, there = self._loaded_experts[count % 2]
+        expert_ids = [int(expert) for expert in experts]
+        key, slot_experts = self._loaded_experts[count % 2]
         if key != (count, layer):
-            there = set()
-            self._loaded_experts[count % 2] = (count, layer), there
-        there.difference_update(wanted)  # until they have been loaded
-        size = super().load_chosen(count, layer, wanted)
-        there.update(wanted)
+            slot_experts = set()
+            self._loaded_experts[count % 2] = (count, layer), slot_experts
+        slot_experts.difference_update(expert_ids)  # until they have been loaded
+        size = super().load_chosen(count, layer, expert_ids)
+        slot_experts.update(expert_ids)
         return size
 
     def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
-        for (_, of), there in self._loaded_experts:
-            if of == layer:
-                there -= {evicted_expert, new_expert}  # `out` gets the places of `new`
+        for (_, slot_layer), slot_experts in self._loaded_experts:
+            if slot_layer == layer:
+                slot_experts -= {evicted_expert, new_expert}  # `out` gets the places of `new`
         return super().replace_expert(layer, evicted_expert, new_expert)
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
-        """Those of a layer that are there at its turn `count`. Only the fast processor's thread may ask."""
-        key, there = self._loaded_experts[count % 2]
-        held = self.static[layer].union(there if key == (count, layer) else ())
+        """The experts of a layer that are there at its turn `count`. Only the fast processor's thread may
+        ask."""
+        key, slot_experts = self._loaded_experts[count % 2]
+        resident_experts = self.static[layer].union(slot_experts if key == (count, layer) else ())
         slot = layer, count % 2
-        return self._tables[slot].select_experts(self._experts[slot], held)
+        return self._tables[slot].select_experts(self._experts[slot], resident_experts)
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return memory_of(plan, layout, dense_size(layout), 0)
 
     def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
-        size, stored = dense_size(layout), self._plan.headers
+        size, headers = dense_size(layout), self._plan.headers
         reader: Reader = MappedReader(self._plan, layout, self._files)
-        if conversion_of(stored, layout) is not None:
+        if conversion_of(headers, layout) is not None:
             staging = torch.empty(ConvertingReader.sizes(self._plan, layout)[1], dtype=torch.uint8)
             reader = ConvertingReader(self._plan, layout, self._files, staging)
         return PinningReader(reader, size, self._load_link), size
@@ -135,13 +137,13 @@ class MappedReader:
         self._plan, self._layout, self._files = plan, layout, files
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
-        """See `Reader`."""
+        """Copies an expert to its place. Returns the number of bytes read."""
         tensors = self.tensors(layer, expert, place)
         parts = zip(self._plan.places[layer, expert], tensors, strict=True)
-        return sum(self._files.copy(part, into.view(-1).view(torch.uint8)) for part, into in parts)
+        return sum(self._files.copy(part, target.view(-1).view(torch.uint8)) for part, target in parts)
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
-        """See `Reader`."""
+        """The tensors of an expert that is in this place."""
         return dense_expert(place, self._layout, layer)
 
 
@@ -156,14 +158,16 @@ class PinningReader:
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
         """Submits the copy to the device. `DeviceLink.finish` waits for it."""
-        buffer, copied = self._buffers[self._next]
+        buffer, copy_event = self._buffers[self._next]
         self._next = (self._next + 1) % BUFFERS
-        copied.synchronize()
+        # The last copy from this buffer may still be under way. Reading into it earlier would change that
+        # one.
+        copy_event.synchronize()
         size = self._reader.load(layer, expert, buffer)
         self._load_link.send(place, buffer)
-        self._load_link.record(copied)
+        self._load_link.record(copy_event)
         return size
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
-        """See `Reader`."""
+        """The tensors of an expert that is in this place on the device."""
         return self._reader.tensors(layer, expert, place)

@@ -19,7 +19,7 @@ from moesaic.policy.offloading.microbatch import divide
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: its rows, and the intermediate results that one task leaves for the next."""
+    """A micro-batch: its rows, and the intermediate results that one task leaves for the next."""
 
     batch: TokenBatch
     origin: IntArray
@@ -93,8 +93,8 @@ def divide_by_sequences(batch: TokenBatch, largest: int) -> list[tuple[TokenBatc
     """
     lengths = batch.context_lens.tolist()
     count = -(-len(lengths) // largest)
-    divided = divide(lengths, [0] * len(lengths), count, largest, cache=sum(lengths))
-    return [_select_sequences(batch, sorted(chosen)) for chosen in divided.micro_batches]
+    division = divide(lengths, [0] * len(lengths), count, largest, cache=sum(lengths))
+    return [_select_sequences(batch, sorted(sequence_ids)) for sequence_ids in division.micro_batches]
 
 
 def divide_by_rows(
@@ -126,17 +126,18 @@ def divide_by_context(
     `largest` new rows is cut, unless `whole_sequences`. A piece with a longer context is a micro-batch of its
     own.
     """
-    cuts, held = [0], 0
+    cuts, piece_tokens = [0], 0
     starts = batch.query_starts.tolist()
     for (start, stop), context in zip(pairwise(starts), contexts.tolist(), strict=True):
+        # Pieces of similar size: a short last piece would load the whole context for few rows.
         count = 1 if whole_sequences else -(-(stop - start) // largest)
         ends = [start + (piece + 1) * (stop - start) // count for piece in range(count)]
         for begin, end in pairwise([start, *ends]):
             tokens = context - (stop - end)
-            if cuts[-1] < begin and held + tokens > largest:
+            if cuts[-1] < begin and piece_tokens + tokens > largest:
                 cuts.append(begin)
-                held = 0
-            held += tokens
+                piece_tokens = 0
+            piece_tokens += tokens
     return [(batch.rows(*rows), np.arange(*rows)) for rows in pairwise([*cuts, batch.num_rows])]
 
 
@@ -154,11 +155,11 @@ def _select_sequences(batch: TokenBatch, sequence_ids: Sequence[int]) -> tuple[T
 def _group_sequences(rows: Sequence[int], largest: int) -> list[list[int]]:
     """Groups consecutive sequences. A group of several sequences has at most `largest` rows."""
     groups: list[list[int]] = []
-    held = largest + 1
+    group_rows = largest + 1
     for index, count in enumerate(rows):
-        if held + count > largest:
+        if group_rows + count > largest:
             groups.append([])
-            held = 0
+            group_rows = 0
         groups[-1].append(index)
-        held += count
+        group_rows += count
     return groups

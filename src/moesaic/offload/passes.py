@@ -93,15 +93,16 @@ class Passes:
             return self._run(batch)
 
     def _run(self, batch: TokenBatch) -> torch.Tensor:
-        asked, batch = batch, self._settings.rows.add_padding(batch)
+        step_batch, batch = batch, self._settings.rows.add_padding(batch)
         prompts = batch.num_rows > batch.num_sequences
         cache = self._caches[prompts]
-        divided = self._divide(batch, prompts)
-        parts = [self._part(*one, cache) for one in divided]
-        cut = prompts and self._moves and is_cut(batch, divided)
+        micro_batches = self._divide(batch, prompts)
+        parts = [self._part(*micro_batch, cache) for micro_batch in micro_batches]
+        cut = prompts and self._moves and is_cut(batch, micro_batches)
         shape = replace(self.shape(prompts, len(parts)), cut=cut)
         self._operations.begin(parts, cache, self._first_layer_turn, shape.pages, prompts)
-        before = self._operations.loaded_bytes
+        # The counter runs over all passes, so this pass loaded the difference.
+        earlier_bytes = self._operations.loaded_bytes
         first = self._load_first(shape)
         self._first = None  # until the pass has ended: after an error the slots are in an unknown state
         tasks = _list_tasks(self._settings.policy, shape, prompts)
@@ -110,7 +111,9 @@ class Passes:
             self.observe(tasks, timeline)
         self._first_layer_turn += shape.layers
         self._first = self._first_layer_turn if shape.pages else None
-        self._count(asked, batch, len(parts), (first, timeline), self._operations.loaded_bytes - before)
+        self._count(
+            step_batch, batch, len(parts), (first, timeline), self._operations.loaded_bytes - earlier_bytes
+        )
         return _gather_logit_rows(batch, parts, self._model.embedding.device)
 
     @property
@@ -129,8 +132,10 @@ class Passes:
     @property
     def residency(self) -> ResidencyStats:
         """What the passes so far found in memory, and what they loaded. `held_bytes` is left out."""
-        done = self._operations
-        return ResidencyStats(done.num_chosen, done.num_hits, done.num_exchanged, done.loaded_bytes)
+        operations = self._operations
+        return ResidencyStats(
+            operations.num_chosen, operations.num_hits, operations.num_exchanged, operations.loaded_bytes
+        )
 
     def shape(self, prompts: bool, count: int) -> Shape:
         """Returns the input of the scheduler for a pass of `count` micro-batches."""
@@ -159,8 +164,8 @@ class Passes:
     def _part(self, batch: TokenBatch, origin: IntArray, cache: Cache) -> MicroBatch:
         embedding = self._model.embedding
         positions = torch.from_numpy(batch.positions).to(embedding.device)
-        nothing = torch.empty(0, embedding.shape[1])
-        return MicroBatch(batch, origin, cache.attention(batch), positions, nothing)
+        no_rows = torch.empty(0, embedding.shape[1])
+        return MicroBatch(batch, origin, cache.attention(batch), positions, no_rows)
 
     def _load_first(self, shape: Shape) -> Timeline:
         """Loads the first layer, unless the last pass loaded it."""
@@ -181,7 +186,7 @@ class Passes:
         key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
         context = int(step_batch.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
-        busy = {lane.name.lower(): sum(one.busy[lane] for one in times) for lane in Lane}
+        busy = {lane.name.lower(): sum(timeline.busy[lane] for timeline in times) for lane in Lane}
         self.decode_steps[self._settings.policy.schedule not in ("on-demand", "split")] += not key[0]
         self._stats[key] = replace(
             old,
@@ -191,8 +196,8 @@ class Passes:
             context=old.context + context,
             padding_rows=old.padding_rows + batch.num_rows - step_batch.num_rows,
             padding_context=old.padding_context + int(self._settings.rows.contexts(batch).sum()) - context,
-            loaded=old.loaded + loaded_bytes,
-            seconds=old.seconds + sum(one.makespan for one in times),
+            loaded_bytes=old.loaded_bytes + loaded_bytes,
+            seconds=old.seconds + sum(timeline.makespan for timeline in times),
             busy={name: old.busy.get(name, 0.0) + busy[name] for name in busy},
         )
 
@@ -206,9 +211,9 @@ def _list_tasks(policy: Policy, shape: Shape, prompts: bool) -> Sequence[Task]:
 
 def _gather_logit_rows(batch: TokenBatch, parts: Sequence[MicroBatch], device: torch.device) -> torch.Tensor:
     """Returns the hidden states for the LM head, on `device`. Parts may have them on the slow level."""
-    out = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1], device=device)
+    hidden_states = torch.empty(len(batch.logit_rows), parts[0].hidden.shape[1], device=device)
     for part in parts:
         rows = part.batch.logit_rows
         lines = np.searchsorted(batch.logit_rows, part.origin[rows])
-        out[torch.from_numpy(lines)] = part.hidden[torch.from_numpy(rows)].to(device)
-    return out
+        hidden_states[torch.from_numpy(lines)] = part.hidden[torch.from_numpy(rows)].to(device)
+    return hidden_states

@@ -44,9 +44,9 @@ class ExpertPool:
         count = min((fast_memory - whole_blocks(staging)) // size, len(plan.places))
         if count < LEAST:
             least = -(-(LEAST * size + whole_blocks(staging)) // MIB)
-            allowed = f"at least {least}MiB: an expert server needs room for {LEAST} experts"
+            allowed_sizes = f"at least {least}MiB: an expert server needs room for {LEAST} experts"
             got = f"{fast_memory / MIB:.1f}MiB" if fast_memory >= MIB else f"{fast_memory} bytes"
-            raise ConfigError.field("--fast-memory", got, allowed)
+            raise ConfigError.field("--fast-memory", got, allowed_sizes)
         self._layout = layout
         self._files = Files(plan.files, direct)
         arena = Arena(whole_blocks(count * size) + whole_blocks(staging))
@@ -84,8 +84,8 @@ class ExpertPool:
         expert_ids: at most `places` experts. The coldest experts of all layers leave for them. An earlier
         answer must not be computed from any more.
         """
-        here = self._resident[layer]
-        missing = [expert for expert in sorted(expert_ids) if expert not in here]
+        places = self._resident[layer]
+        missing = [expert for expert in sorted(expert_ids) if expert not in places]
         self._num_chosen += len(expert_ids)
         self._num_hits += len(expert_ids) - len(missing)
         self._make_room(len(missing), {(layer, expert) for expert in expert_ids})
@@ -93,13 +93,13 @@ class ExpertPool:
             place = self._free.pop()
             try:
                 self._reader.load(layer, expert, place)
-            except BaseException:
+            except BaseException:  # also for Ctrl-C: the place would be lost otherwise
                 self._free.append(place)
                 raise
-            here[expert] = place
+            places[expert] = place
             self._weights.pop(layer, None)
         if layer not in self._weights:
-            self._weights[layer] = weights_in(self._reader, self._layout, layer, here)
+            self._weights[layer] = weights_in(self._reader, self._layout, layer, places)
         return self._weights[layer]
 
     def close(self) -> None:

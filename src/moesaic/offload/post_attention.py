@@ -105,13 +105,13 @@ class LocalPostAttention:
         self._all_experts(task.layer, part)
 
     def _gate(self, task: Task, part: MicroBatch) -> None:
-        block, attended = self._model.blocks[task.layer], part.attention_output
-        assert attended is not None
-        part.gate_output = block.gate(part.hidden, block.output_projection(attended))
+        block, attention_output = self._model.blocks[task.layer], part.attention_output
+        assert attention_output is not None
+        part.gate_output = block.gate(part.hidden, block.output_projection(attention_output))
         part.attention_output = None
         part.dense = block.dense(part.gate_output.normed_rows)
-        divided = task.layer in self._slow.weights and not self._slow.by_price and not self._prefill
-        if part.gate_output.expert_ids is not None and divided:
+        is_divided = task.layer in self._slow.weights and not self._slow.by_price and not self._prefill
+        if part.gate_output.expert_ids is not None and is_divided:
             self.divide(part, part.gate_output.expert_ids.cpu(), sorted(self._static[task.layer]))
 
     def divide(self, part: MicroBatch, expert_ids: torch.Tensor, fast_experts: Sequence[int]) -> None:
@@ -170,12 +170,15 @@ class LocalPostAttention:
             )
             weights = self._experts.experts(self._first_layer_turn + task.layer, task.layer)
             ids, kernels = part.gate_output.expert_ids, self._model.kernels
+            # The page table has what is on the device. The rows of other pairs come from the slow level.
             if kernels.can_skip_absent and weights.page_table is not None:
                 kernels.experts(weights, part.gate_output.normed_rows, ids, part.answers)
                 return
-            here = np.setdiff1d(np.arange(part.answers.shape[0] * part.answers.shape[1]), part.slow_pairs)
-            answers = _pairs(kernels, weights, ids, part.gate_output.normed_rows, here)
-            part.answers.view(-1, answers.shape[1])[torch.from_numpy(here)] = answers
+            fast_pairs = np.setdiff1d(
+                np.arange(part.answers.shape[0] * part.answers.shape[1]), part.slow_pairs
+            )
+            answers = _pairs(kernels, weights, ids, part.gate_output.normed_rows, fast_pairs)
+            part.answers.view(-1, answers.shape[1])[torch.from_numpy(fast_pairs)] = answers
 
     def _send_rows(self, task: Task, part: MicroBatch) -> None:
         if part.slow_pairs is not None:
@@ -194,6 +197,6 @@ def _pairs(
     kernels: Kernels, weights: ExpertWeights, ids: torch.Tensor, rows: torch.Tensor, pairs: IntArray
 ) -> torch.Tensor:
     """Returns [p, h] outputs of some (row, expert) pairs. A row's bits do not depend on the other pairs."""
-    chosen = torch.from_numpy(pairs)
-    rows = rows[chosen // ids.shape[1]]
-    return kernels.experts(weights, rows, ids.view(-1)[chosen][:, None])[:, 0]
+    pair_indices = torch.from_numpy(pairs)
+    rows = rows[pair_indices // ids.shape[1]]
+    return kernels.experts(weights, rows, ids.view(-1)[pair_indices][:, None])[:, 0]

@@ -21,19 +21,19 @@ PIECE = 8 << 20
 
 
 class DirectFile:
-    """One file, open until `close` is called or the object is deleted. Several threads may read at once.
+    """A file that is open until `close` is called or the object is deleted. Several threads may read at once.
 
     direct: False reads through the page cache even if O_DIRECT is supported. Raises OSError as `open` does.
     """
 
     def __init__(self, path: Path, direct: bool = True) -> None:
         self.path = path
-        found = _open_direct(path) if direct else None
-        self.direct = found is not None
+        descriptor = _open_direct(path) if direct else None
+        self.direct = descriptor is not None
         """Whether reads bypass the page cache."""
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if found is None else found
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if descriptor is None else descriptor
         self._end = weakref.finalize(self, os.close, self._descriptor)
-        if found is None:  # drop cached pages, and disable read-ahead
+        if descriptor is None:  # drop cached pages, and disable read-ahead
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -54,6 +54,7 @@ class DirectFile:
             piece = target[got : got + PIECE]
             count = self._piece(offset + got, piece)
             got += count
+            # A direct read only ends within a block where the file does.
             if not count or (self.direct and count % ALIGNMENT):
                 break
         return got
@@ -64,9 +65,9 @@ class DirectFile:
             count = os.preadv(self._descriptor, [target], offset)
             os.posix_fadvise(self._descriptor, offset, len(target), os.POSIX_FADV_DONTNEED)
             return count
-        whole = os.lseek(self._descriptor, 0, os.SEEK_END) // ALIGNMENT * ALIGNMENT - offset
-        if whole > 0:
-            return os.preadv(self._descriptor, [target[:whole]], offset)
+        full_blocks = os.lseek(self._descriptor, 0, os.SEEK_END) // ALIGNMENT * ALIGNMENT - offset
+        if full_blocks > 0:
+            return os.preadv(self._descriptor, [target[:full_blocks]], offset)
         with mmap.mmap(-1, ALIGNMENT) as block:  # a direct read of the last block would write past its end
             count = os.preadv(self._descriptor, [block], offset)
             target[:count] = block[:count]

@@ -30,12 +30,17 @@ class Splitting:
 
     def split(self, layer: int, parts: Sequence[MicroBatch], heat: Sequence[float]) -> None:
         """heat: [E] how often each expert was chosen lately."""
-        gated = [part.gate_output for part in parts]
-        ids = [one.expert_ids.cpu() for one in gated if one is not None and one.expert_ids is not None]
-        rows = np.bincount(torch.cat([one.flatten() for one in ids]).numpy(), minlength=len(heat))
-        held, chosen = self._static[layer], np.flatnonzero(rows).tolist()
-        missing = {expert: int(rows[expert]) for expert in chosen if expert not in held}
-        here = [int(rows[expert]) for expert in chosen if expert in held]
-        self.loaded_experts = experts_to_load(self._prices, missing, here, heat)
-        for part, one in zip(parts, ids, strict=True):
-            self._divides.divide(part, one, sorted(held.union(self.loaded_experts)))
+        gate_outputs = [part.gate_output for part in parts]
+        ids = [
+            part_ids.expert_ids.cpu()
+            for part_ids in gate_outputs
+            if part_ids is not None and part_ids.expert_ids is not None
+        ]
+        rows = np.bincount(torch.cat([part_ids.flatten() for part_ids in ids]).numpy(), minlength=len(heat))
+        static_experts, chosen_experts = self._static[layer], np.flatnonzero(rows).tolist()
+        missing = {expert: int(rows[expert]) for expert in chosen_experts if expert not in static_experts}
+        static_counts = [int(rows[expert]) for expert in chosen_experts if expert in static_experts]
+        self.loaded_experts = experts_to_load(self._prices, missing, static_counts, heat)
+        # All micro-batches get the same division, since they share the experts that are loaded.
+        for part, part_ids in zip(parts, ids, strict=True):
+            self._divides.divide(part, part_ids, sorted(static_experts.union(self.loaded_experts)))

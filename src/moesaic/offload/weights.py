@@ -18,7 +18,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
-from moesaic.core.stored import NUMBER_BYTES, PACKED, of_matrices
+from moesaic.core.weight_types import NUMBER_BYTES, PACKED_DTYPES, split_dtype
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
@@ -28,7 +28,7 @@ from moesaic.offload.reading import DirectFile
 
 NOT_HERE = (None, None, None)
 """Stands for the gate, up and down matrices of an expert that this process does not have."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED, torch.uint8)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED_DTYPES, torch.uint8)}
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class StreamedExperts:
         self._plan = Plan(path, layout, static, owned_experts)
         self.memory = self._memory(self._plan, layout)
         self._files = Files(self._plan.files, direct, link)
-        taken, slot = arena.take(self.memory.total), self.memory.slot
-        self._static, rest = taken[: self.memory.static], taken[self.memory.static :]
-        self._slots, self._staging = (rest[:slot], rest[slot : 2 * slot]), rest[2 * slot :]
+        memory, slot = arena.take(self.memory.total), self.memory.slot
+        self._static, slots = memory[: self.memory.static], memory[self.memory.static :]
+        self._slots, self._staging = (slots[:slot], slots[slot : 2 * slot]), slots[2 * slot :]
         self._experts = self._lay_out(layout)
 
     @classmethod
@@ -129,8 +129,8 @@ class StreamedExperts:
         """
         if not 0 <= page < pages:
             raise ValueError(f"page {page} of {pages}")
-        arranged = self._plan.streamed_arrangements[layer]
-        return self._read(arranged, [arranged.page(page, pages)], self._slots[count % 2])
+        arrangement = self._plan.streamed_arrangements[layer]
+        return self._read(arrangement, [arrangement.page(page, pages)], self._slots[count % 2])
 
     def load_chosen(self, count: int, layer: int, experts: Iterable[int]) -> int:
         """Reads only these experts, except static ones, into their places in the slot of turn `count`.
@@ -155,29 +155,32 @@ class StreamedExperts:
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return Memory(
-            plan.static_arrangement.size, max(each.size for each in plan.streamed_arrangements.values())
+            plan.static_arrangement.size,
+            max(arrangement.size for arrangement in plan.streamed_arrangements.values()),
         )
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
         """Returns (layer, slot) -> the layer's experts, in the memory of this object."""
         dtype = DTYPES[layout.dtype]
-        held = views(self._plan.static_arrangement, self._static, dtype)
+        static_views = views(self._plan.static_arrangement, self._static, dtype)
         return {
-            (layer, slot): _weights(self._plan, layer, ChainMap(held, views(each, memory, dtype)))
-            for layer, each in self._plan.streamed_arrangements.items()
+            (layer, slot): _weights(
+                self._plan, layer, ChainMap(static_views, views(arrangement, memory, dtype))
+            )
+            for layer, arrangement in self._plan.streamed_arrangements.items()
             for slot, memory in enumerate(self._slots)
         }
 
     def _spans(self, layer: int, experts: Iterable[int]) -> list[Span]:
         """Returns the sorted spans of the streamed experts among these. Spans may touch."""
-        arranged = self._plan.streamed_arrangements[layer]
+        arrangement = self._plan.streamed_arrangements[layer]
         parts = [part for expert in experts for part in self._plan.places[layer, int(expert)]]
-        return sorted({arranged.span(part) for part in parts if part in arranged.memory_offsets})
+        return sorted({arrangement.span(part) for part in parts if part in arrangement.memory_offsets})
 
     def _read(
         self, arrangement: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
     ) -> int:
-        """See `Files.read`."""
+        """Reads spans of arranged bytes to `memory`. Returns the number of bytes read."""
         return self._files.read(arrangement, spans, memory, first)
 
 
@@ -205,18 +208,18 @@ class Files:
         first: which of these bytes is the first of `memory`. Raises CheckpointError for a file that cannot be
         read or ends too early.
         """
-        into, total = memory.numpy().data, 0
+        target, total = memory.numpy().data, 0
         for run, (begin, end) in (piece for span in spans for piece in arrangement.pieces(span)):
-            offset, wanted = (
+            offset, required_bytes = (
                 run.offset + begin - run.memory_offset,
                 min(end, run.memory_offset + run.required_bytes) - begin,
             )
             try:
-                got = self._files[run.file].read(offset, into[begin - first : end - first])
+                got = self._files[run.file].read(offset, target[begin - first : end - first])
             except OSError as error:
                 raise CheckpointError(f"{run.file}: cannot be read ({error})") from error
-            if got < wanted:
-                raise CheckpointError(f"{run.file}: truncated: {got} of {wanted} bytes at {offset}")
+            if got < required_bytes:
+                raise CheckpointError(f"{run.file}: truncated: {got} of {required_bytes} bytes at {offset}")
             total += got
         self.bytes_read += total
         return total
@@ -251,11 +254,14 @@ class Plan:
         self.num_experts = layout.num_experts
         self.static_keys = {(layer, int(expert)) for layer, experts in static.items() for expert in experts}
         """(layer, expert) of the experts that stay on the fast level."""
-        unknown = sorted(self.static_keys - self.places.keys())
-        if unknown:
-            layer, expert = unknown[0]
-            allowed = f"experts 0 to {layout.num_experts - 1} of layers {', '.join(map(str, layout.layers))}"
-            raise ConfigError.field("static experts", f"expert {expert} of layer {layer}", allowed)
+        # Checked before any memory is taken, so that an error leaves the arena as it was.
+        unknown_keys = sorted(self.static_keys - self.places.keys())
+        if unknown_keys:
+            layer, expert = unknown_keys[0]
+            allowed_experts = (
+                f"experts 0 to {layout.num_experts - 1} of layers {', '.join(map(str, layout.layers))}"
+            )
+            raise ConfigError.field("static experts", f"expert {expert} of layer {layer}", allowed_experts)
         self.static_arrangement = Arrangement(part for key in self.static_keys for part in self.places[key])
         self.streamed_arrangements = {
             layer: Arrangement(
@@ -270,33 +276,33 @@ class Plan:
 
     def list_streamed(self, layer: int) -> list[int]:
         """The owned experts of a layer that are streamed, ascending."""
-        owned = (expert for expert in range(self.num_experts) if (layer, expert) in self.places)
-        return [expert for expert in owned if (layer, expert) not in self.static_keys]
+        owned_experts = (expert for expert in range(self.num_experts) if (layer, expert) in self.places)
+        return [expert for expert in owned_experts if (layer, expert) not in self.static_keys]
 
 
 def _find(
     headers: Headers, layout: ExpertLayout, owned_experts: Mapping[int, Sequence[int]] | None
 ) -> dict[tuple[int, int], tuple[Place, ...]]:
     """Returns (layer, expert) -> the places of its tensors, for the owned experts."""
-    found, converts = {}, conversion_of(headers, layout) is not None
+    places, converts = {}, conversion_of(headers, layout) is not None
     for layer in layout.layers:
         dtype = layout.dtype_of(layer)
-        if not set(of_matrices(dtype)) <= DTYPES.keys():
+        if not set(split_dtype(dtype)) <= DTYPES.keys():
             raise ConfigError.field("--dtype", dtype, f"{', '.join(STORED)} where experts are streamed")
         types = [*(dtype_of_part(part, dtype) for part in range(3)), dtype, dtype, dtype]
         for expert in range(layout.num_experts) if owned_experts is None else map(int, owned_experts[layer]):
             parts = zip(layout.tensors(layer, expert), types, strict=False)
-            found[layer, expert] = tuple(
+            places[layer, expert] = tuple(
                 place
                 for part, stored in parts
                 for place in _places(headers, *part, kernel_dtype=stored, converts=converts)
             )
-    return found
+    return places
 
 
 def dtype_of_part(part: int, dtype: str) -> str:
     """The type of gate, up or down (0, 1, 2) of experts of type `dtype`."""
-    return of_matrices(dtype)[part == 2]
+    return split_dtype(dtype)[part == 2]
 
 
 def _places(headers: Headers, name: str, *shape: int, kernel_dtype: str, converts: bool) -> list[Place]:
@@ -324,12 +330,13 @@ def _place(headers: Headers, name: str, *shape: int, kernel_dtype: str, converts
         return place
     if place.dtype != STORED.get(kernel_dtype):
         kind = STORED.get(kernel_dtype, f"{kernel_dtype}, as others")
-        allowed = f"{kind}: streamed experts are computed from as they are stored"
-        raise CheckpointError(f"{place.file}: tensor {name}: got {place.dtype}; allowed: {allowed}")
+        allowed_types = f"{kind}: streamed experts are computed from as they are stored"
+        raise CheckpointError(f"{place.file}: tensor {name}: got {place.dtype}; allowed: {allowed_types}")
     width = WIDTHS[place.dtype]
+    # Blocks are read to memory as they are in the file, so a number's alignment there is the file's.
     if place.offset % width:
-        allowed = f"a multiple of {width} (safetensors writes such files)"
-        raise CheckpointError(f"{place.file}: tensor {name} at byte {place.offset}; allowed: {allowed}")
+        allowed_types = f"a multiple of {width} (safetensors writes such files)"
+        raise CheckpointError(f"{place.file}: tensor {name} at byte {place.offset}; allowed: {allowed_types}")
     return place
 
 
@@ -343,12 +350,12 @@ def _open(file: Path, direct: bool, link: Link | None) -> DirectFile | MappedFil
 def views(arrangement: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
     """Returns a view of each tensor in `memory`."""
     return {
-        place: memory[at : at + place.size].view(dtype).view(place.shape)
-        for place, at in arrangement.memory_offsets.items()
+        place: memory[offset : offset + place.size].view(dtype).view(place.shape)
+        for place, offset in arrangement.memory_offsets.items()
     }
 
 
 def _weights(plan: Plan, layer: int, views: Mapping[Place, torch.Tensor]) -> ExpertWeights:
     places = (plan.places.get((layer, expert), NOT_HERE) for expert in range(plan.num_experts))
-    parts = [[None if part is None else views[part] for part in each] for each in places]
+    parts = [[None if part is None else views[part] for part in expert_places] for expert_places in places]
     return ExpertWeights(*map(tuple, zip(*parts, strict=True)))

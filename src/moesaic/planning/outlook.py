@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.weight_types import NATIVE_DTYPES
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.plan import NEAR_SHARE, OVER_DISK
@@ -43,7 +43,7 @@ class Format:
 
 def list_formats(model: ModelSizes, *extra_types: str) -> list[Format]:
     """List the model in every type that experts can have. extra_types: types of numbers such as float16."""
-    types = dict.fromkeys((*OF_EXPERTS, *extra_types))
+    types = dict.fromkeys((*NATIVE_DTYPES, *extra_types))
     return [format_of(in_format(model, name, gpu=False), name) for name in types]
 
 

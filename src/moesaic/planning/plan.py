@@ -133,7 +133,9 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
     routed_model = registry.routed_model(path)
     placement = Placement.read(parallel.placement, parallel.tensor_parallel_size)
     placement.check(routed_model.model, routed_model.layers, routed_model.num_experts)
-    return max(len(experts) for servers in placement.held.values() for experts in servers.values())
+    return max(
+        len(experts) for servers in placement.experts_by_layer.values() for experts in servers.values()
+    )
 
 
 def _refuse_machine(hardware: Hardware, options: OffloadConfig, gpu: bool) -> None:
@@ -258,7 +260,7 @@ def _add_padding(worker: WorkerConfig, longest: int | None) -> WorkerConfig:
         return worker
     assert worker.offload is not None
     cache = replace(worker.cache, enable_prefix_caching=False)
-    return replace(worker, offload=replace(worker.offload, padded=longest), cache=cache)
+    return replace(worker, offload=replace(worker.offload, padded_prompt_len=longest), cache=cache)
 
 
 def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:

@@ -7,8 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.core.stored import BLOCK, COMPRESSED, NUMBER_BYTES, QUANTIZED, of_matrices, row_bytes
 from moesaic.core.text_config import TEXT
+from moesaic.core.weight_types import (
+    BLOCK,
+    COMPRESSED_DTYPE,
+    NUMBER_BYTES,
+    QUANTIZATIONS,
+    row_bytes,
+    split_dtype,
+)
 from moesaic.cost.reading import read
 from moesaic.cost.sizes import Latent, ModelSizes
 from moesaic.kernels.table import Kernels
@@ -78,7 +85,7 @@ def read_checkpoint_sizes(
         model = replace(model, number=other_bytes / model.outside, quantized=layout.largest)
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
-    model = replace(model, compressed=layout.dtype == COMPRESSED)
+    model = replace(model, compressed=layout.dtype == COMPRESSED_DTYPE)
     conversion = conversion_of(Headers(path), layout)
     if conversion is None:
         return model
@@ -104,8 +111,8 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
     return replace(
         model,
         number=number,
-        compressed=name == COMPRESSED,
-        quantized=name if of_matrices(name)[0] in QUANTIZED else None,
+        compressed=name == COMPRESSED_DTYPE,
+        quantized=name if split_dtype(name)[0] in QUANTIZATIONS else None,
         computed=number if gpu else ROW_BYTES,
         conversion=None,
         read=None,
@@ -120,8 +127,8 @@ def _number(model: ModelSizes, name: str) -> float:
     latent attention are float32, and files have the embedding and the LM head in bf16. Files in MXFP4 have
     everything beside the experts in bf16.
     """
-    kind, plain = of_matrices(name)[0], NUMBER_BYTES["bfloat16"]
-    if kind not in QUANTIZED or name == "mxfp4":
+    kind, plain = split_dtype(name)[0], NUMBER_BYTES["bfloat16"]
+    if kind not in QUANTIZATIONS or name == "mxfp4":
         return float(NUMBER_BYTES.get(name, plain))
     attention, num_float32 = model.attention, model.gates
     if isinstance(attention, Latent):

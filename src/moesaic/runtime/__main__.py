@@ -41,14 +41,14 @@ def main() -> int:
     except ConnectionLost:
         return 0
     except ConfigError as error:
-        connection.send(messages.Failed(str(error), user_error=True))
+        connection.send(messages.WorkerFailed(str(error), user_error=True))
         return 2
     except Exception as error:
         # Log first: the engine may close the connection after the message, and that ends this process.
         traceback.print_exc()
         line = str(error).partition("\n")[0]
         with contextlib.suppress(ConnectionLost):
-            connection.send(messages.Failed(f"{type(error).__name__}: {line}", user_error=False))
+            connection.send(messages.WorkerFailed(f"{type(error).__name__}: {line}", user_error=False))
         raise SystemExit(1) from error
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.core import messages
 from moesaic.core.request import Request
-from moesaic.policy.scheduling.schedulers.actions import Arrived
+from moesaic.policy.scheduling.schedulers.actions import RequestsArrived
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,17 @@ class Arrivals:
         """Whether any request is held back."""
         return bool(self._waiting)
 
-    def add(self, message: messages.Submit) -> Arrived:
+    def add(self, message: messages.Submit) -> RequestsArrived:
         """Takes new requests. Returns those that need not wait for a grammar."""
-        arrivals = Arrived([])
-        generated_tokens = [*message.generated, *([] for _ in message.requests[len(message.generated) :])]
+        arrivals = RequestsArrived([])
+        generated_tokens = [
+            *message.generated_ids,
+            *([] for _ in message.requests[len(message.generated_ids) :]),
+        ]
         for request, tokens in zip(message.requests, generated_tokens, strict=True):
             grammar = self._find_grammar(request)
             if grammar is None or grammar.done():
-                arrivals.extend(Arrived([request], [tokens]))
+                arrivals.extend(RequestsArrived([request], [tokens]))
             else:
                 self._waiting.append(_Waiting(request, tokens, grammar))
         return arrivals
@@ -52,7 +55,7 @@ class Arrivals:
             waiting for waiting in self._waiting if waiting.request.request_id not in request_ids
         ]
 
-    def take_ready(self, timeout: float) -> Arrived:
+    def take_ready(self, timeout: float) -> RequestsArrived:
         """The requests whose grammars are compiled now, in order of arrival.
 
         Waits up to `timeout` seconds for the first one.
@@ -64,7 +67,7 @@ class Arrivals:
         for waiting in self._waiting:  # each is asked once, since a grammar may be compiled meanwhile
             (compiled_ones if waiting.grammar.done() else still_waiting).append(waiting)
         self._waiting = still_waiting
-        return Arrived(
+        return RequestsArrived(
             [waiting.request for waiting in compiled_ones],
             [waiting.generated_tokens for waiting in compiled_ones],
         )

@@ -11,7 +11,7 @@ import torch
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import ReceivesKV
-from moesaic.core.stored import is_packed
+from moesaic.core.weight_types import is_packed
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.experts.client import NoServers
 from moesaic.kernels.matrix import kind_of
@@ -153,7 +153,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         ranks=parts.ranks,
         collectives=parts.collectives,
         torch_code=torch_code() if loaded_model.device.type == "cpu" else "",
-        speculation=parts.speculation.described(),
+        speculation=parts.speculation.describe(),
         routed_layers=() if parts.routes is None else parts.routes.layers,
     )
 

@@ -21,7 +21,7 @@ def make_drafter(config: SpeculativeConfig) -> Drafter:
 def uses_mtp(config: WorkerConfig) -> bool:
     """Whether the model's own layer for the token after the next one drafts tokens."""
     speculative_config = config.scheduler.speculative_config
-    return speculative_config is not None and SpeculativeConfig.of(speculative_config).method == "mtp"
+    return speculative_config is not None and SpeculativeConfig.parse(speculative_config).method == "mtp"
 
 
 def add_room_for_drafts(loaded_model: LoadedModel, config: WorkerConfig) -> LoadedModel:
@@ -30,7 +30,7 @@ def add_room_for_drafts(loaded_model: LoadedModel, config: WorkerConfig) -> Load
     if speculative_config is None or spec.states is None:
         return loaded_model
     states = replace(
-        spec.states, max_draft_tokens=SpeculativeConfig.of(speculative_config).num_speculative_tokens
+        spec.states, max_draft_tokens=SpeculativeConfig.parse(speculative_config).num_speculative_tokens
     )
     return replace(loaded_model, model=replace(loaded_model.model, spec=replace(spec, states=states)))
 
@@ -43,7 +43,7 @@ def make_speculation(config: WorkerConfig, model: Model, expert_bytes: int = 0) 
     speculative_config = config.scheduler.speculative_config
     if speculative_config is None:
         return Speculation()
-    parsed_config, spec = SpeculativeConfig.of(speculative_config), model.spec
+    parsed_config, spec = SpeculativeConfig.parse(speculative_config), model.spec
     other_bytes = replace(model, experts={}).num_bytes
     experts = model.num_bytes - other_bytes + expert_bytes
     prices = StepPrices(work_by_rows(other_bytes, experts, spec.num_experts, spec.top_k))

@@ -155,9 +155,9 @@ class Executor:
                 self._emit(action)
             case Release():
                 for request_id in action.request_ids:
-                    self._sampler.release(request_id, action.preempted)
+                    self._sampler.release(request_id, action.is_preemption)
                 # A preempted request comes again, and then sends the rest of its KV.
-                if not action.preempted:
+                if not action.is_preemption:
                     self._transfers.forget(action.request_ids)
                 self._routes.release(action)
                 if self._recorder is not None:
@@ -236,7 +236,7 @@ class Executor:
                 self._events += [] if step_done is None else [step_done]
 
     def _admit(self, action: Admit) -> None:
-        for request, generated_tokens in zip(action.requests, action.generated, strict=True):
+        for request, generated_tokens in zip(action.requests, action.generated_ids, strict=True):
             self._sampler.admit(request, generated_tokens)
         self._routes.admit(action)
         if self._recorder is not None:
@@ -245,7 +245,7 @@ class Executor:
         first = [index for index, epoch in enumerate(action.epochs) if epoch == 0]
         if first:
             self._connection.send(
-                messages.Admitted(
+                messages.RequestsAdmitted(
                     [action.requests[index].request_id for index in first],
                     [action.queue_seconds[index] for index in first],
                     [action.cached_tokens[index] for index in first],
@@ -258,10 +258,10 @@ class Executor:
         Returns None where drafting waits for experts. It is under way as a step then.
         """
         self._observer.on_sampling_started()
-        for sequence in plan.scored:
+        for sequence in plan.scored_sequences:
             self._score(plan, int(sequence), result.hidden)
         new_tokens = SampledTokens(np.zeros(0, dtype=np.int64), [])
-        if len(plan.sampled):
+        if len(plan.sampled_sequences):
             new_tokens = self._sample(plan, result)
             self._report_not_finite(plan, new_tokens)
             if new_tokens.logprobs:
@@ -283,29 +283,33 @@ class Executor:
     def _add_drafts(self, plan: StepPlan, step_done: StepDone, drafts: StepResult) -> StepDone:
         """The end of a step, with the tokens that the model's own layer drafts."""
         self._transfers.on_step_computed(plan)
-        if not len(plan.sampled):
+        if not len(plan.sampled_sequences):
             return step_done
-        return replace(step_done, proposed=self._model.predict_token(drafts.hidden).cpu().numpy())
+        return replace(step_done, proposed_tokens=self._model.predict_token(drafts.hidden).cpu().numpy())
 
     def _sample(self, plan: StepPlan, result: StepResult) -> SampledTokens:
         """The next tokens of each sampled sequence, and their log-probabilities."""
-        if result.logits is not None and len(plan.sampled) == len(result.logits):
+        if result.logits is not None and len(plan.sampled_sequences) == len(result.logits):
             return sample_step(self._sampler, plan, result.logits)
         hidden = self._select_sampled_rows(plan, result.hidden)
         max_rows = self._logit_rows or len(hidden)
         if len(hidden) <= max_rows:
             return sample_step(self._sampler, plan, self._model.logits(hidden))
-        assert not len(plan.drafted), "a draft's rows are sampled together"
+        assert not len(plan.num_draft_tokens), "a draft's rows are sampled together"
         parts: list[SampledTokens] = []
         for begin in range(0, len(hidden), max_rows):
             part = slice(begin, begin + max_rows)
-            part_of_plan = replace(plan, sampled=plan.sampled[part])
+            part_of_plan = replace(plan, sampled_sequences=plan.sampled_sequences[part])
             parts.append(sample_step(self._sampler, part_of_plan, self._model.logits(hidden[part])))
         return join_samples(parts)
 
     def _report_not_finite(self, plan: StepPlan, new_tokens: SampledTokens) -> None:
         """Say of which requests the logits were not finite, and where that began."""
-        owners = plan.sampled if new_tokens.counts is None else np.repeat(plan.sampled, new_tokens.counts)
+        owners = (
+            plan.sampled_sequences
+            if new_tokens.counts is None
+            else np.repeat(plan.sampled_sequences, new_tokens.counts)
+        )
         for sequence in owners[new_tokens.tokens == NO_TOKEN].tolist():
             request_id, layer = int(plan.request_ids[sequence]), None
             if self._memory is not None:

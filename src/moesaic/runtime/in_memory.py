@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moesaic.config import ON_GPUS, WorkerConfig
-from moesaic.core import curves, gpu_parts, paced
+from moesaic.core import curves, gpu_parts, paced_devices
 from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
@@ -117,13 +117,17 @@ def with_servers(
     stages = _stages(config, loaded_model, size, layout, shared_heads)
     wakeup = Wakeup()
     pacing = (
-        None if config.paced is None else Pacing.from_devices(paced.read(Path(config.paced)), wakeup.ring)
+        None
+        if config.paced is None
+        else Pacing.from_devices(paced_devices.read(Path(config.paced)), wakeup.ring)
     )
     curves = choose_curves(config, loaded_model, layout)
     num_processes = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *num_processes)
     replicas = Replicas(own=config.own_server, pair_bytes=2 * 4 * layout.hidden)
-    remote = _remote(context, layout, loaded_model, observer, wakeup, pacing, decisions.told_rows, replicas)
+    remote = _remote(
+        context, layout, loaded_model, observer, wakeup, pacing, decisions.partial_answer_rows, replicas
+    )
     unpaced_runner = _runner(context, stages, remote)
     runner, expert_stats = _apply_pace(unpaced_runner, remote.stats, pacing)
     clients = AskingParts(runner, remote, expert_stats)
@@ -294,7 +298,7 @@ def choose_curves(config: WorkerConfig, loaded_model: LoadedModel, layout: Exper
     not known has those of a CPU, but shares nothing.
     """
     if config.paced is not None:
-        return paced.read(Path(config.paced)).curves
+        return paced_devices.read(Path(config.paced)).curves
     if config.policy_file is not None:
         return curves.read(Path(config.policy_file))
     model, size = loaded_model.model, torch.empty(0, dtype=loaded_model.dtype).element_size()
@@ -303,7 +307,7 @@ def choose_curves(config: WorkerConfig, loaded_model: LoadedModel, layout: Exper
     if loaded_model.device.type != "cuda":
         return cpu_curves(expert, other_parameters, loaded_model.threads, _measure_ratio(loaded_model))
     device_curves = of_device(torch.cuda.get_device_name(loaded_model.device), expert, other_parameters, size)
-    return device_curves or replace(cpu_curves(expert, other_parameters), shared=False)
+    return device_curves or replace(cpu_curves(expert, other_parameters), shares_cores=False)
 
 
 def _measure_ratio(loaded_model: LoadedModel) -> float | None:

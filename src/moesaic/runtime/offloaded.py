@@ -13,8 +13,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats, PlanStats
 from moesaic.core.offload import Offload
-from moesaic.core.stored import is_packed
 from moesaic.core.tokens import TokenBatch
+from moesaic.core.weight_types import is_packed
 from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
@@ -79,8 +79,8 @@ def check(config: WorkerConfig) -> None:
         raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
     if offload is not None:
         _check_attention(offload)
-    if offload is not None and offload.padded is not None:
-        _check_padded(offload.padded, context_length(config.model))
+    if offload is not None and offload.padded_prompt_len is not None:
+        _check_padded(offload.padded_prompt_len, context_length(config.model))
 
 
 def _check_attention(offload: Offload) -> None:
@@ -107,7 +107,7 @@ def check_states(config: WorkerConfig, offload: Offload, spec: ModelSpec) -> Non
     if spec.states is None:
         return
     condition = "for a model with linear attention"
-    if offload.padded is not None:
+    if offload.padded_prompt_len is not None:
         raise ConfigError.field("--pad", "true", f"false {condition}")
     if 0 < offload.slow_cache < 1:
         raise ConfigError.field("slow_cache", offload.slow_cache, f"0 or 1 {condition}")
@@ -139,7 +139,7 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     runner = join(config, offload, loaded_model, layout, caches, observer.on_pass_ended)
     if offload.choices:
         runner = replace(runner, revising=Revising(offload.loads, offload.choices))
-    blocks = make_block_pool(config.cache, size, offload.padded)
+    blocks = make_block_pool(config.cache, size, offload.padded_prompt_len)
     return WorkerParts(
         loaded_model,
         kv_dtype,
@@ -239,7 +239,7 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
 
 def _require_like_types(layout: ExpertLayout, path: Path) -> None:
     """Raises ConfigError if experts are quantised in some layers only: a plan counts one way to load them."""
-    for layer, dtype in layout.others.items():
+    for layer, dtype in layout.layer_dtypes.items():
         if is_packed(dtype) != is_packed(layout.dtype):
             kinds = "quantised types" if is_packed(layout.dtype) else layout.dtype
             raise ConfigError(
@@ -326,7 +326,7 @@ def build_passes(
     operations = Operations(
         model, *experts_and_links, post_attention, slow_blocks, likely, memory.exchanges, parts.splitting
     )
-    padded_tokens = offload.padded
+    padded_tokens = offload.padded_prompt_len
     resident: Cache = ResidentCache(kv, size) if padded_tokens is None else PaddedResidentCache(kv, size)
     moving: Cache = resident
     if offload.slow_attention or offload.slow_cache:

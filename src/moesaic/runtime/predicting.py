@@ -83,12 +83,20 @@ def select_known_rows(plan: StepPlan, new_tokens: SampledTokens) -> tuple[TokenB
     are the last ones of plan.sampled.
     """
     batch = plan.batch
-    counts = np.ones(len(plan.sampled), np.int64) if new_tokens.counts is None else new_tokens.counts
-    num_drafted = plan.drafted if len(plan.drafted) else np.zeros(len(plan.sampled), np.int64)
+    counts = (
+        np.ones(len(plan.sampled_sequences), np.int64) if new_tokens.counts is None else new_tokens.counts
+    )
+    num_drafted = (
+        plan.num_draft_tokens
+        if len(plan.num_draft_tokens)
+        else np.zeros(len(plan.sampled_sequences), np.int64)
+    )
     stops, following = batch.query_starts[1:].copy(), plan.following.copy()
-    stops[plan.sampled] -= num_drafted - (counts - 1)
+    stops[plan.sampled_sequences] -= num_drafted - (counts - 1)
     newest = new_tokens.tokens[np.cumsum(counts) - 1] if len(counts) else new_tokens.tokens
-    following[plan.sampled] = np.maximum(newest, 0)  # an answer that ended without a token needs no draft
+    following[plan.sampled_sequences] = np.maximum(
+        newest, 0
+    )  # an answer that ended without a token needs no draft
     lengths = stops - batch.query_starts[:-1]
     starts = np.concatenate([[0], np.cumsum(lengths)])
     rows = np.arange(starts[-1]) + np.repeat(batch.query_starts[:-1] - starts[:-1], lengths)
@@ -100,6 +108,6 @@ def select_known_rows(plan: StepPlan, new_tokens: SampledTokens) -> tuple[TokenB
         query_starts=starts,
         context_lens=batch.positions[stops - 1] + 1,
         block_tables=batch.block_tables,
-        logit_rows=starts[plan.sampled + 1] - 1,
+        logit_rows=starts[plan.sampled_sequences + 1] - 1,
     )
     return known_batch, rows

@@ -52,7 +52,7 @@ def serve(
         logging.warning("%s; this worker ends too", reason)
         with contextlib.suppress(ConnectionLost):
             if not config.supervised:
-                connection.send(messages.Failed(reason, user_error=False))
+                connection.send(messages.WorkerFailed(reason, user_error=False))
         os._exit(1)
 
     parts, model = (config, connection, time.monotonic, _make_progress(connection)), kept_model or KeptModel()
@@ -73,7 +73,7 @@ def serve(
         if kept_model is not None:
             worker.close()
         if not config.supervised:  # a supervisor starts another worker; otherwise the user needs the reason
-            connection.send(messages.Failed(str(error), user_error=False))
+            connection.send(messages.WorkerFailed(str(error), user_error=False))
         raise
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.describe_step_error(error)) from error

@@ -71,7 +71,7 @@ class RoutingRecorder:
         self._key = b""
         for request in action.request_ids:
             self._units.pop(request, None)
-            if request in self._prompts and not action.preempted:
+            if request in self._prompts and not action.is_preemption:
                 self._hand_over()
                 self._sink(ending(self._model, request, self._prompts.pop(request)))
 

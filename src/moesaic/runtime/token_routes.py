@@ -92,7 +92,9 @@ class TokenRoutes:
         if not asking:
             return []
         counts = (
-            np.ones(len(plan.sampled), dtype=np.int64) if new_tokens.counts is None else new_tokens.counts
+            np.ones(len(plan.sampled_sequences), dtype=np.int64)
+            if new_tokens.counts is None
+            else new_tokens.counts
         )
         begins = np.cumsum(counts) - counts
         routes: list[TokenRoute | None] = [None] * int(counts.sum())
@@ -118,9 +120,9 @@ class TokenRoutes:
         Returns the index of each in `plan.sampled`, its request, and the start and stop of the rows from
         which its tokens may be sampled.
         """
-        stops = plan.batch.query_starts[plan.sampled + 1].tolist()
-        num_drafted = plan.drafted.tolist() or [0] * len(stops)
-        requests = plan.request_ids[plan.sampled].tolist()
+        stops = plan.batch.query_starts[plan.sampled_sequences + 1].tolist()
+        num_drafted = plan.num_draft_tokens.tolist() or [0] * len(stops)
+        requests = plan.request_ids[plan.sampled_sequences].tolist()
         return [
             (entry, request, stop - 1 - num_drafts, stop)
             for entry, (request, stop, num_drafts) in enumerate(

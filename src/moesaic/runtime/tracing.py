@@ -219,7 +219,7 @@ class StepPieces:
         if piece is None:
             return
         batch, counts = piece.plan.batch, np.diff(piece.plan.batch.query_starts)
-        num_drafted = piece.plan.drafted
+        num_drafted = piece.plan.num_draft_tokens
         decodes = int(np.count_nonzero(counts == 1) + np.count_nonzero(num_drafted))
         num_prefill = batch.num_rows - decodes - int(num_drafted.sum())
         rows = {"rows": batch.num_rows, "decode": decodes, "prefill": num_prefill}

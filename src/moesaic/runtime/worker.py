@@ -16,10 +16,10 @@ from moesaic.experts.client import ExpertServers, NoServers
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
-    Arrived,
-    Cancelled,
     Event,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     RunSegment,
     RunStep,
     Scheduler,
@@ -92,7 +92,7 @@ class Worker:
 
         Raises ConnectionLost when the engine or another rank of the group is gone.
         """
-        self._events.append(Arrived([]))  # so that a scheduler can act before the first request
+        self._events.append(RequestsArrived([]))  # so that a scheduler can act before the first request
         while not self._stopping:
             self.turn(timeout=None)
         self._transfers.close()
@@ -132,7 +132,7 @@ class Worker:
         if self._journal is not None:
             self._journal(event, now, actions)
         self._carry_out(actions)
-        if isinstance(event, Cancelled):
+        if isinstance(event, RequestsCancelled):
             self._transfers.forget(event.request_ids)  # from now on the scheduler does not admit them
         self._report(now)
         return True
@@ -172,7 +172,7 @@ class Worker:
         version = self._servers.oldest_version_in_use
         if version > self._settled_version:
             self._settled_version = version
-            self._connection.send(messages.Settled(version))
+            self._connection.send(messages.DirectorySettled(version))
 
     def _receive(self, timeout: float | None, linger: float) -> None:
         """Turn messages into events. linger: seconds to wait for a further message after each one.
@@ -189,7 +189,7 @@ class Worker:
                     self._take(self._arrivals.add(message))
                 case messages.Cancel():
                     self._arrivals.cancel(message.request_ids)
-                    put(self._events, Cancelled(message.request_ids))
+                    put(self._events, RequestsCancelled(message.request_ids))
                 case messages.DropKV(transfers):
                     self._transfers.drop(transfers)
                     self._has_unreported_events = True
@@ -205,9 +205,9 @@ class Worker:
                     raise ConnectionLost(f"a worker was sent {type(message).__name__}")
             message = self._connection.receive(linger)
 
-    def _take(self, arrivals: Arrived) -> None:
+    def _take(self, arrivals: RequestsArrived) -> None:
         if arrivals.requests:
-            arrivals.received.update(self._transfers.count_received_tokens(arrivals.requests))
+            arrivals.received_tokens.update(self._transfers.count_received_tokens(arrivals.requests))
             put(self._events, arrivals)
 
     def _carry_out(self, actions: list[Action]) -> None:

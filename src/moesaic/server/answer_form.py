@@ -10,7 +10,7 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.server.requests import Body, GenerationRequest, ResponseFormat
 from moesaic.server.service import Service
 from moesaic.text.structured.grammar import check
@@ -29,7 +29,9 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | Non
     if form is None:
         return None
     with translate_field(source):
-        return StructuredOutputsParams.of({name: value for name, value in form.items() if value is not None})
+        return StructuredOutputsParams.from_mapping(
+            {name: value for name, value in form.items() if value is not None}
+        )
 
 
 async def require_grammar(params: SamplingParams, body: GenerationRequest, service: Service) -> None:

@@ -80,7 +80,7 @@ class Stream:
         self._num_unfinished -= item[1].finished
         if item[1].finish_reason is FinishReason.ERROR:
             raise NonFiniteLogitsError
-        if item[1].finish_reason is FinishReason.NOT_ALLOWED:
+        if item[1].finish_reason is FinishReason.NO_ALLOWED_TOKEN:
             raise RequestError(
                 "structured_outputs: the answer ended early: no token is allowed by both the grammar, or the "
                 "end of the reasoning at its budget, and the other parameters (such as min_tokens), or the "
@@ -121,7 +121,7 @@ class AsyncEngine:
         self.engine = engine
         self.meter = Meter()
         self.draining = False
-        self.failure: messages.Failed | None = None
+        self.failure: messages.WorkerFailed | None = None
         """The error that the worker reported before it ended, if it reported one."""
         self.ready = asyncio.Event()
         """Set once the model is loaded."""
@@ -259,7 +259,7 @@ class AsyncEngine:
 
     def _receive(self, message: messages.ToEngine) -> None:
         """Handle one message, in the loop. An error here ends every stream, so that none of them hangs."""
-        if isinstance(message, messages.Failed):
+        if isinstance(message, messages.WorkerFailed):
             self.failure = message
         try:
             outputs = self.engine.receive(message)

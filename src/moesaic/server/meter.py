@@ -138,10 +138,10 @@ class Meter:
         self, message: messages.ToEngine, outputs: Iterable[RequestOutput], now: float
     ) -> None:
         """Count a message of the worker, and the outputs that the engine made from it."""
-        if isinstance(message, messages.Admitted):
+        if isinstance(message, messages.RequestsAdmitted):
             for request_id, seconds in zip(message.request_ids, message.queue_seconds, strict=True):
                 self._record_admission(request_id, seconds)
-        elif isinstance(message, messages.Moved):
+        elif isinstance(message, messages.RequestsMoved):
             for group, request_id in (
                 (self._groups.get(request_id_), request_id_) for request_id_ in message.request_ids
             ):

@@ -62,7 +62,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         worker, meter = self._stats().worker, self._meter
-        usage = worker.blocks.used / max(1, worker.blocks.total)
+        usage = worker.blocks.num_used / max(1, worker.blocks.num_total)
         yield self._gauge("num_requests_running", "Requests being computed.", worker.running)
         yield self._gauge("num_requests_waiting", "Requests waiting to be computed.", worker.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
@@ -165,12 +165,20 @@ class EngineCollector(Collector):
     def _transfers(self, counts: TransferStats) -> Iterator[Metric]:
         """Metrics of KV from prefill workers. They are 0 where there are none."""
         for name, text, value in (
-            ("kv_transfers", "Requests whose KV a prefill worker has sent.", counts.sent),
+            ("kv_transfers", "Requests whose KV a prefill worker has sent.", counts.sent_requests),
             ("kv_transfer_bytes", "Bytes of KV that prefill workers have sent.", counts.sent_bytes),
             ("kv_transfer_seconds", "Seconds on their way, without early bytes.", counts.sent_seconds),
             ("kv_transfer_early_bytes", "Bytes of them that left during their step.", counts.early_bytes),
-            ("kv_transfer_failures", "Transfers that ended with a broken connection.", counts.failed),
-            ("kv_received_requests", "Requests that went on with KV that was sent.", counts.received),
+            (
+                "kv_transfer_failures",
+                "Transfers that ended with a broken connection.",
+                counts.failed_transfers,
+            ),
+            (
+                "kv_received_requests",
+                "Requests that went on with KV that was sent.",
+                counts.received_requests,
+            ),
             ("kv_received_tokens", "Their tokens, whose KV was not computed again.", counts.received_tokens),
         ):
             yield self._counter(name, text, value)
@@ -271,8 +279,8 @@ def offload_families(
         yield counter
     text = "Decode steps by how they load experts: those that were chosen, or all in pages."
     family = CounterMetricFamily("moesaic:offloaded_decode_steps", text, labels=[*LABELS, "schedule"])
-    family.add_metric([model_name, "on-demand"], plan.on_demand)
-    family.add_metric([model_name, "paged"], plan.paged)
+    family.add_metric([model_name, "on-demand"], plan.on_demand_steps)
+    family.add_metric([model_name, "paged"], plan.paged_steps)
     yield family
     gauge = GaugeMetricFamily(
         "moesaic:micro_batch_size", "Requests of a micro-batch of --fast-memory.", labels=LABELS

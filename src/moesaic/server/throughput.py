@@ -55,7 +55,7 @@ class ThroughputLog:
             f"generation throughput: {tokens / seconds:.1f} tokens/s",
             f"running: {worker.running} requests",
             f"waiting: {worker.waiting} requests",
-            f"KV cache usage: {100 * worker.blocks.used / max(1, worker.blocks.total):.1f}%",
+            f"KV cache usage: {100 * worker.blocks.num_used / max(1, worker.blocks.num_total):.1f}%",
         ]
         if queries > 0 <= hits:
             parts.append(f"prefix cache hit rate: {100 * hits / queries:.1f}%")

@@ -9,7 +9,7 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.core.request import SamplingParams
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.server.answer_form import translate_field
 from moesaic.server.answers import Reading
 from moesaic.server.requests import (

@@ -116,7 +116,11 @@ def _worker(stats: WorkerStats) -> dict[str, Any]:
     return {
         "running": stats.running,
         "waiting": stats.waiting,
-        "blocks": {"used": stats.blocks.used, "cached": stats.blocks.cached, "total": stats.blocks.total},
+        "blocks": {
+            "used": stats.blocks.num_used,
+            "cached": stats.blocks.num_cached,
+            "total": stats.blocks.num_total,
+        },
         "preemptions": stats.preemptions,
     }
 

@@ -237,7 +237,7 @@ class Tokenizer:
                 max_characters,
             )
         except TemplateError as error:
-            outcome = f"refuses them: {error}" if error.refused else str(error)
+            outcome = f"refuses them: {error}" if error.is_refusal else str(error)
             code = "context_length_exceeded" if error.too_long and max_characters is not None else None
             raise RequestError(f"messages: the chat template {outcome}", "messages", code) from error
         return content.cut_at_mark(text) if continue_final_message else text
@@ -366,7 +366,7 @@ def _start_renderers(source: str, path: Path, limits: Limits) -> Renderers:
     try:
         return Renderers(source, limits)
     except TemplateError as error:
-        outcome = f"is damaged: {error}" if error.refused else f"{error}, while it was compiled"
+        outcome = f"is damaged: {error}" if error.is_refusal else f"{error}, while it was compiled"
         raise CheckpointError(f"{path}: the chat template {outcome}") from error
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from moesaic.config import parse_bytes
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import Request
-from moesaic.core.routing import ENDED, Assembly, RoutedModel, Rows, ending
+from moesaic.core.routing import END_POSITION, Assembly, RoutedModel, Rows, ending
 from moesaic.core.tally import Tally
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
@@ -168,8 +168,8 @@ class Collector:
             self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._max_bytes))
             self._tally = self._tally or _tally(model, self._max_bytes)
             for rows in _unread(part, model):
-                self._assembly.add(rows if self._ends is None else rows[rows["position"] != ENDED])
-                if self._assembly.full:
+                self._assembly.add(rows if self._ends is None else rows[rows["position"] != END_POSITION])
+                if self._assembly.is_full:
                     self._count(self._assembly, self._tally)
         if self._assembly is not None and self._tally is not None and self._model is not None:
             for request, prompt in self._ended_requests:
@@ -194,7 +194,7 @@ class Collector:
         """Logs what the profile lacks, if a worker wrote anything. share: of --record-routing-share."""
         if self._tally is None or self._assembly is None:
             return
-        left_out = self._tally.left_out + self._assembly.given_up
+        left_out = self._tally.left_out + self._assembly.num_discarded
         if left_out:
             LOG.warning("--record-routing-memory was full: %d requests were not counted", left_out)
         if not self._tally.requests:
@@ -274,7 +274,7 @@ def _keep_up(collector: Collector, stop_event: threading.Event, interval: float,
 
 def _check_memory(model: RoutedModel, memory: str) -> None:
     """Raises ConfigError if the memory is too small for the empty counts."""
-    if _tally(model, parse_bytes("--record-routing-memory", memory)).full:
+    if _tally(model, parse_bytes("--record-routing-memory", memory)).is_full:
         requirement = "more: the empty counts of this model need it"
         raise ConfigError.field("--record-routing-memory", memory, requirement)
 

@@ -104,7 +104,7 @@ class Frames:
                     return
             self.has_more_bytes = True
         except ConnectionLost as lost:
-            self.receive_error = lost.again()
+            self.receive_error = lost.copy()
 
     def close(self) -> None:
         self.receive_error = self.receive_error or ConnectionLost("this end is closed")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import LinkTest
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.transport.base import Connection
 from moesaic.transport.host import this_host
 

@@ -166,7 +166,7 @@ class _End(Generic[News]):
     def _check(self) -> None:
         """Raises ConnectionLost if the connection or the link has ended."""
         if self._frames.receive_error is not None:
-            raise self._frames.receive_error.again()
+            raise self._frames.receive_error.copy()
         if self._link.failure is not None:
             raise ConnectionLost(self._link.failure)
 

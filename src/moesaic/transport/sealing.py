@@ -157,7 +157,7 @@ class Opener:
 
     def _open(self, message: memoryview, target: memoryview) -> None:
         if self._damage is not None:
-            raise self._damage.again()
+            raise self._damage.copy()
         key, nonce = self._cipher.next()
         try:
             key.decrypt_into(nonce, message, None, target)

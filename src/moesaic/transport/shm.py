@@ -89,7 +89,7 @@ class _ShmEnd:
             self._next_look = now + LOOK_SECONDS
             self._look()
         if self._loss is not None and not self._end.ready():
-            raise self._loss.again()
+            raise self._loss.copy()
 
     def _look(self) -> None:
         """Read the wakeup bytes from the socket, and note whether it was closed."""
@@ -105,12 +105,12 @@ class _ShmEnd:
 
     def _check(self) -> None:
         if self._loss is not None:
-            raise self._loss.again()
+            raise self._loss.copy()
 
     def _close_with_error(self, error: Exception) -> ConnectionLost:
         self._loss = DamagedMessage(str(error))
         self._end.close()
-        return self._loss.again()
+        return self._loss.copy()
 
 
 class ShmCaller(_ShmEnd):

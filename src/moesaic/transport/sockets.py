@@ -110,7 +110,7 @@ class StreamCaller(_StreamEnd):
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> Call | None:
         if self._frames.receive_error is not None:
-            raise self._frames.receive_error.again()
+            raise self._frames.receive_error.copy()
         size = call_bytes(request_bytes, rows, row_bytes)
         if min(request_bytes, row_bytes) < 0 or not 1 <= rows <= MAX_ROWS or size > self._heap_bytes:
             raise refuse(request_bytes, rows, row_bytes, self._heap_bytes)
@@ -127,7 +127,7 @@ class StreamCaller(_StreamEnd):
         if own_call._state != "open":
             raise ValueError("the call was posted")
         if self._frames.receive_error is not None:
-            raise self._frames.receive_error.again()
+            raise self._frames.receive_error.copy()
         own_call._state = "posted"
         header = HEADER.pack(
             REQUEST, own_call.rows, own_call.number, own_call.row_bytes, len(own_call.request)
@@ -139,7 +139,7 @@ class StreamCaller(_StreamEnd):
         self._frames.pump()
         if not self._news:
             if self._frames.receive_error is not None:
-                raise self._frames.receive_error.again()
+                raise self._frames.receive_error.copy()
             return []
         news, self._news = self._news, []
         return news
@@ -229,7 +229,7 @@ class StreamAnswerer(_StreamEnd):
         self._frames.pump()
         if not self._news:
             if self._frames.receive_error is not None:
-                raise self._frames.receive_error.again()
+                raise self._frames.receive_error.copy()
             return []
         news, self._news = self._news, []
         return news

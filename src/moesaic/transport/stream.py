@@ -119,7 +119,7 @@ class StreamConnection:
             if not isinstance(item, ConnectionLost):
                 return item
             self._loss = item
-        raise self._loss.again()
+        raise self._loss.copy()
 
     @property
     def loss_reason(self) -> str | None:
@@ -195,7 +195,7 @@ class StreamConnection:
                 if self._silent_limit is None or not isinstance(message, Alive):
                     self._put(message)
         except ConnectionLost as lost:
-            self._put(lost.again())
+            self._put(lost.copy())
         except OSError as error:
             self._put(ConnectionLost(f"the other end is gone: {error.strerror or error}"))
         except Exception as error:  # a bug in moesaic: `receive` must not wait without end

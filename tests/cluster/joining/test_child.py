@@ -90,7 +90,7 @@ class Cluster:
         def leave(code: int) -> None:
             self.ended.append(f"exit {code}")
 
-        enlisted = messages.Enlisted("m", "w", "")
+        enlisted = messages.EnlistReply("m", "w", "")
         monkeypatch.setattr(worker.enlisting, "connect", connect)
         monkeypatch.setattr(worker.enlisting, "enlist", lambda connection, joining: enlisted)
         monkeypatch.setattr(worker.enlisting, "worker_config", lambda *_: config)

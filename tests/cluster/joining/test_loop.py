@@ -64,10 +64,10 @@ def listener(
         listening.close()
 
 
-def enlisted(**settings: Any) -> messages.Enlisted:
+def enlisted(**settings: Any) -> messages.EnlistReply:
     """What a cluster answers that serves `checkpoint`. settings: of its servers."""
     config = ExpertServerConfig("m", layout(), "unix:@", **settings)
-    return messages.Enlisted("m", layout().weights, config.to_json())
+    return messages.EnlistReply("m", layout().weights, config.to_json())
 
 
 class Joiner:
@@ -182,7 +182,7 @@ def test_a_placement_of_ranks_that_is_not_here(tmp_path: Path) -> None:
     parallel = ParallelConfig(2, nnodes=2, placement=str(tmp_path / "nowhere"))
     settings = WorkerConfig(ModelConfig("m"), parallel=parallel).to_json()
     with pytest.raises(ConfigError, match="--placement: got '.*nowhere'; allowed: a file at the same path"):
-        worker_config(joining, messages.Enlisted("m", "", settings), "127.0.0.1")
+        worker_config(joining, messages.EnlistReply("m", "", settings), "127.0.0.1")
 
 
 def test_files_that_change_after_they_were_compared_are_not_loaded(
@@ -235,7 +235,7 @@ def test_who_cannot_read_its_experts_again_leaves(tmp_path: Path) -> None:
     finally:
         loader.close()
     holds, failed = heard.told
-    assert isinstance(holds, messages.Holds) and isinstance(failed, messages.Failed)
+    assert isinstance(holds, messages.HoldReply) and isinstance(failed, messages.WorkerFailed)
     assert "the files changed since they were first read" in failed.error
 
 
@@ -312,5 +312,5 @@ def test_a_server_with_other_weights_is_refused_on_both_sides(tmp_path: Path) ->
         with pytest.raises(ConfigError, match="^--model: got .* other bytes of tensors") as refused:
             joiner.run()
         listening.close()
-    assert told == [messages.Failed(str(refused.value), user_error=True)]
+    assert told == [messages.WorkerFailed(str(refused.value), user_error=True)]
     assert not joiner.slept

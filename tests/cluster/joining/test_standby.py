@@ -53,7 +53,7 @@ def answering(peers: list[RemoteProcess]) -> Callable[[RemoteProcess], None]:
     def welcome(process: RemoteProcess) -> None:
         assert process.is_standby
         with suppress(ConnectionLost):  # of one that ends meanwhile
-            process.connection.send(messages.Enlisted("m", layout().weights, ""))
+            process.connection.send(messages.EnlistReply("m", layout().weights, ""))
         peers.append(process)
 
     return welcome

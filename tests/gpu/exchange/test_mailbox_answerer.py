@@ -30,7 +30,7 @@ from moesaic.gpu.ipc.device_rows import ServerRows
 from moesaic.kernels import table
 from moesaic.models import registry
 from moesaic.policy.scheduling.microqueue import MostTokensFirst
-from moesaic.policy.scheduling.schedulers.expert_server import Enough, ExpertServerScheduler
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs, ExpertServerScheduler
 from moesaic.transport.listening import Listener
 
 # a backend on a CPU looks at arrays that are read-only
@@ -81,7 +81,7 @@ class Place:
         arithmetic = TorchBackend(path, self.layout, "cpu", "reference", 1)
         arithmetic.load({layer: range(EXPERTS - 1) for layer in self.layout.layers})
         listener = Listener(f"unix:{folder}/s", SECRET, kinds=mailbox_kind(self.opened))
-        service = ExpertServerScheduler(self.layout.layers, MostTokensFirst(), Enough())
+        service = ExpertServerScheduler(self.layout.layers, MostTokensFirst(), EnoughPairs())
         rows = ServerRows(torch.device("cpu"), width)
         self.server = ExpertServer(self.layout, arithmetic, listener, service, time.monotonic, memory=rows)
         self.address, self.number = listener.address, 0

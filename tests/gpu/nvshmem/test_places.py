@@ -250,7 +250,7 @@ def test_the_supervisor_tells_a_cluster_that_serves(monkeypatch: pytest.MonkeyPa
         worker.send(messages.Layout(LAYOUT))
         soon(lambda: "expert server 0" in launcher.near)
         server = launcher.near["expert server 0"]
-        server.send(messages.Holds(1, Endpoint("unix:@a"), "triton", nvshmem=True))
+        server.send(messages.HoldReply(1, Endpoint("unix:@a"), "triton", nvshmem=True))
         worker.send(messages.Ready(info(), nvshmem=b"name"))
         assert [heard(one) for one in (worker, server)] == [JoinJob(b"name", pe, 1, 1) for pe in (0, 1)]
     finally:

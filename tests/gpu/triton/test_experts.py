@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support.triton_kernels import DEVICE, EXACT, ROUNDED, TRITON, close
 
 from moesaic.core.experts import SILU, Activation
-from moesaic.core.stored import QUANTIZED, of_expert
+from moesaic.core.weight_types import QUANTIZATIONS, join_dtypes
 from moesaic.gpu.triton import experts as module
 from moesaic.kernels.matrix import QuantizedMatrix
 from moesaic.kernels.quantized_layout import TABLES, pack
@@ -123,7 +123,7 @@ def test_pairs_are_grouped_by_expert_in_their_order() -> None:
 
 def matrix(kind: str, rows: int, columns: int) -> torch.Tensor:
     """Random codes, without NaN, and scales."""
-    generator, one = np.random.default_rng(rows + columns), QUANTIZED[kind]
+    generator, one = np.random.default_rng(rows + columns), QUANTIZATIONS[kind]
     finite = np.flatnonzero(np.isfinite(TABLES[one.values])).astype(np.uint8)
     codes = generator.choice(finite, (rows, columns))
     groups = -(-columns // one.group)
@@ -140,13 +140,13 @@ def quantised(inner: str, down: str, size: tuple[int, int]) -> tuple[ExpertWeigh
         tuple(QuantizedMatrix(one, columns, kind).floats() for one in part)
         for part, (kind, _, columns) in zip(stored, shapes, strict=True)
     ]
-    return ExpertWeights(*stored, packed_dtype=of_expert(inner, down)), ExpertWeights(*numbers)
+    return ExpertWeights(*stored, packed_dtype=join_dtypes(inner, down)), ExpertWeights(*numbers)
 
 
 @pytest.mark.parametrize(
     ("inner", "down", "size"),
     [
-        *((kind, kind, (40, 70)) for kind in QUANTIZED),
+        *((kind, kind, (40, 70)) for kind in QUANTIZATIONS),
         ("int4_offset", "int8_16", (64, 96)),
         ("int4", "fp8", (3, 1100)),
         ("int8_offset", "mxfp4", (1100, 3)),
@@ -160,7 +160,7 @@ def test_quantised(inner: str, down: str, size: tuple[int, int]) -> None:
     close(found, experts_plain(numbers, hidden, ids))
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_quantised_matrices(kind: str) -> None:
     for columns in (20, 1100):
         stored = matrix(kind, 9, columns)
@@ -180,7 +180,7 @@ def test_gated_mlp(kind: str) -> None:
         there = [QuantizedMatrix(one.stored_rows.to(DEVICE), one.columns, kind) for one in weights]
     else:
         weights = [torch.randn(*shape).bfloat16() for shape in shapes]
-        there = [one.decode_worker(DEVICE) for one in weights]
+        there = [one.to(DEVICE) for one in weights]
     rows = torch.randn(3, 40)
     tolerance = EXACT if kind == "int4" else 2 * ROUNDED
     close(TRITON.gated_mlp(rows.to(DEVICE), *there), REFERENCE.gated_mlp(rows, *weights), tolerance)

@@ -8,8 +8,8 @@ import torch
 from tests.support import delta_steps
 from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, close
 
-from moesaic.core.stored import row_bytes
 from moesaic.core.tokens import TokenBatch
+from moesaic.core.weight_types import row_bytes
 from moesaic.gpu.triton import dense
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width

@@ -308,7 +308,7 @@ def test_answers_of_vllm_become_a_placement(tmp_path: Path, capsys: pytest.Captu
     flags = ["--ranks", "2", "--solver", "sem-moe", "-o", str(placed)]
     assert cli.main(["place", str(file), *flags]) == 0
     placement = Placement.read(str(placed), 2)
-    assert Tables.beside(str(placed), placement) is not None
+    assert Tables.load_for(str(placed), placement) is not None
 
 
 @pytest.mark.slow

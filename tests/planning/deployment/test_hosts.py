@@ -11,7 +11,7 @@ import pytest
 
 from moesaic.commands import cli
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.planning.deployment import serving, spec
 from moesaic.planning.deployment.hosts import build_topology, find_device_link
 from moesaic.planning.deployment.layouts import Layout, compute_memory, list_spread_layouts
@@ -39,7 +39,7 @@ def test_worked_example() -> None:
         ("b", (), (2, 3, 4, 5)),
         ("c", (), (6, 7, 8)),
     ]
-    assert found.inside == LinkModel(2 * US * 2, 50e9)
+    assert found.intra_host_link == LinkModel(2 * US * 2, 50e9)
     assert found.link("a", "b") == LinkModel(2 * US * 50, 0.5e9), "as stated, over twice the time"
     assert found.link("a", "c") == LinkModel(2 * US * 10, 10e9), "of four devices, over twice the time"
 

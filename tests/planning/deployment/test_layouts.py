@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.core.curves import Curve
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.cost.sizes import KNOWN
 from moesaic.planning.deployment import devices, spec
 from moesaic.planning.deployment.layouts import Layout, compute_memory, list_layouts

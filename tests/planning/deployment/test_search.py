@@ -161,7 +161,7 @@ def test_with_a_profile_solved_placements_are_tried(tmp_path: Path) -> None:
         np.full(10, -1, dtype=np.int16),
         chosen,
     )
-    Profile.of_routes("small", 64, EXPERTS, range(LAYERS), recorded).save(tmp_path / "profile.npz")
+    Profile.from_routes("small", 64, EXPERTS, range(LAYERS), recorded).save(tmp_path / "profile.npz")
     found = small_plan.search(spec=small_plan.machines(3))
     tables = {"workload": small_plan.WORK, "routing": {"kind": "profile", "file": "profile.npz"}}
     found.demand = demand.parse(tables, tmp_path)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.planning.deployment import spec
 
 FILE = """

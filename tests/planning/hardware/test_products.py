@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.table import REFERENCE, Kernels, pick
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.planning.hardware import products
@@ -113,7 +113,7 @@ def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
         assert {one[3] for one in seen if one[0] == "dense"} == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_quantised_experts_are_measured_beside_the_others(kind: str) -> None:
     native = pick("cpu", "auto")
     seen: list[tuple[Any, ...]] = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moesaic.commands import cli
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.weight_types import NATIVE_DTYPES
 from moesaic.cost.mixed import DeltaRule, Mixed, ShortConvolution
 from moesaic.cost.ops import Work
 from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
@@ -67,7 +67,7 @@ def test_what_is_counted() -> None:
 
 def test_experts_of_every_type_compute() -> None:
     rows, ids = torch.randn(3, 64), torch.tensor([[0, 3], [1, 2], [3, 0]])
-    for stored in (*OF_EXPERTS, "int4_offset+int8_16"):
+    for stored in (*NATIVE_DTYPES, "int4_offset+int8_16"):
         weights = operations.build_experts(MODELS[0], stored, 4)
         assert pick("cpu").experts(weights, rows, ids).shape == (3, 2, 64), stored
         size = sum(part[0].nbytes for part in weights.parts if part[0] is not None)

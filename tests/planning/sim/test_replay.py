@@ -15,12 +15,12 @@ from tests.support.small_scenario import EXPERTS, TOP_K, cluster
 from moesaic.config import SchedulerConfig
 from moesaic.planning.sim.scenario import ScheduleTable
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.microqueue import policy_named
+from moesaic.policy.scheduling.microqueue import make_policy
 from moesaic.policy.scheduling.minimum_batch import Decisions
 from moesaic.policy.scheduling.schedulers.actions import Action, Admit, PartsArrived, Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
-from moesaic.policy.scheduling.schedulers.expert_server import Enough
+from moesaic.policy.scheduling.schedulers.expert_server import EnoughPairs
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory
 
@@ -32,7 +32,7 @@ def scheduler(found: Recorded, schedule: str, inflight: int) -> Scheduler:
         return LockstepScheduler(found.limits, blocks, inflight)
     if schedule == "barrier":
         return BarrierScheduler(found.limits, blocks)
-    policy = policy_named("defrag", 0.1)
+    policy = make_policy("defrag", 0.1)
     return AsyncScheduler(found.limits, blocks, policy, len(layout.layers), layout.top_k, found.gather)
 
 
@@ -59,7 +59,7 @@ def without_times(journal: Journal) -> list[tuple[Any, list[Action]]]:
     ],
 )
 def test_a_recorded_run_makes_the_same_decisions(schedule: str, settings: dict[str, Any]) -> None:
-    rule = Enough(1 << 62, 1.0) if schedule == "barrier" else Enough(1)
+    rule = EnoughPairs(1 << 62, 1.0) if schedule == "barrier" else EnoughPairs(1)
     found = record(schedule, rule, **settings)
     fresh = scheduler(found, schedule, settings.get("inflight_batches", 1))
     layout = found.layout
@@ -72,7 +72,7 @@ def test_a_recorded_run_makes_the_same_decisions(schedule: str, settings: dict[s
     if schedule == "async":
         assert sum(isinstance(event, PartsArrived) for event, _ in real) > 50
     for service in found.services:
-        again = RecordedService(service._layers, policy_named("defrag"), rule)
+        again = RecordedService(service._layers, make_policy("defrag"), rule)
         runs = [run for *_, run in replayed_server.turns(service.log) if run is not None]
         assert equal(replayed_server.replay(service, again, layout.num_experts), runs)
         assert len(runs) > 40

@@ -201,13 +201,13 @@ def test_routing_and_placement_of_a_profile(tmp_path: Path) -> None:
         np.full(10, -1, dtype=np.int16),
         experts,
     )
-    profile = Profile.of_routes("small", 64, 8, range(1, 1 + MODEL.moe_layers), recorded)
+    profile = Profile.from_routes("small", 64, 8, range(1, 1 + MODEL.moe_layers), recorded)
     file = tmp_path / "profile.npz"
     profile.save(file)
     routing = {"kind": "profile", "file": str(file)}
     built = cluster(routing=routing, placement={"kind": "solver", "solver": "eplb"})
     assert np.allclose(built.shape.routes.shares, profile.loads / 1200)
-    assert built.fleet.placement.complete and built.fleet.placement.layers == (0, 1, 2, 3)
+    assert built.fleet.placement.is_complete and built.fleet.placement.layers == (0, 1, 2, 3)
     figures = built.run()
     load = np.array(figures.expert_load)
     assert max(load) / sum(load) < 0.6

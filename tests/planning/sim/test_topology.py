@@ -12,7 +12,7 @@ from tests.support.small_scenario import cluster, scenario
 
 from moesaic.commands import cli
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.planning.sim.device import Channel, Stream
 from moesaic.planning.sim.timeline import Timeline
 

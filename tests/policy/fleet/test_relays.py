@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import Way
 from moesaic.policy.fleet import relays
 from moesaic.policy.fleet.relays import HOP, REST, Resting, Share

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import Way
 from moesaic.policy.fleet.replicas import NOBODY, Replicas, ReplicaStats, ReplicaTimeout
 
@@ -336,8 +336,8 @@ def test_a_server_that_is_trusted_again_stays() -> None:
 # ---- links
 
 
-NEAR, FAR = Way(LinkModel(5e-6, 20e9), near=True), Way(LinkModel(100e-6, 1e9), near=False)
-SLOW = Way(LinkModel(100e-6, 1e8), near=False)
+NEAR, FAR = Way(LinkModel(5e-6, 20e9), on_one_host=True), Way(LinkModel(100e-6, 1e9), on_one_host=False)
+SLOW = Way(LinkModel(100e-6, 1e8), on_one_host=False)
 
 
 def on_links(ways: Mapping[int, Way], own: int | None = None) -> Replicas:

@@ -49,4 +49,4 @@ def test_prices_come_to_another_process_as_they_are() -> None:
     choices = (Choice("on-demand", 1, 0, (1.0,)),)
     for one in (prices, None):
         offload = Offload(1 << 20, "split", 2, 3, 4, prices=one, loads=(Load(1, 2),), choices=choices)
-        assert Offload.of(json.loads(json.dumps(asdict(offload)))) == offload
+        assert Offload.from_json(json.loads(json.dumps(asdict(offload)))) == offload

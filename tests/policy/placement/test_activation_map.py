@@ -17,7 +17,7 @@ def profile(tokens: list[int], experts: list[list[int]], vocab_size: int = 9) ->
         np.full(1, NO_TOPIC, dtype=np.int16),
         np.array(experts, dtype=np.int16)[:, None],
     )
-    return Profile.of_routes("moe", vocab_size, 3, (1,), routes)
+    return Profile.from_routes("moe", vocab_size, 3, (1,), routes)
 
 
 def clusters(experts: list[int], tokens: dict[int, int], vocab_size: int = 9) -> Coclusters:

@@ -14,7 +14,7 @@ EQUAL = {0: 1.0, 1: 1.0}
 
 
 def held(placement: Placement, layer: int = 0) -> dict[int, tuple[int, ...]]:
-    return {server: tuple(experts) for server, experts in placement.held[layer].items()}
+    return {server: tuple(experts) for server, experts in placement.experts_by_layer[layer].items()}
 
 
 def test_worked_example() -> None:

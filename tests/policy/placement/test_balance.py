@@ -50,13 +50,13 @@ def peaks(load: FloatArray, placement: Placement, servers: dict[int, float]) -> 
 def test_worked_example() -> None:
     load = ints([8, 4, 2, 2])
     placement = place(load, [0], equal(0, 1), redundant=2)
-    assert placement.held == {0: {0: (0, 1, 3), 1: (0, 1, 2)}}
+    assert placement.experts_by_layer == {0: {0: (0, 1, 3), 1: (0, 1, 2)}}
     assert server_loads(load, placement, [0, 1]).tolist() == [[8.0, 8.0]]
 
 
 @pytest.mark.parametrize("load", [np.ones((2, 8)), np.zeros((2, 8))])
 def test_even_load_gives_consecutive_ranges(load: FloatArray) -> None:
-    assert place(load, [1, 3], equal(4, 5, 6, 9)) == Placement.staged([1, 3], 8, [(4, 5, 6, 9)])
+    assert place(load, [1, 3], equal(4, 5, 6, 9)) == Placement.from_stages([1, 3], 8, [(4, 5, 6, 9)])
 
 
 def test_odd_slots_go_round_over_the_layers() -> None:
@@ -74,7 +74,7 @@ def test_two_replicas_need_no_other_flag() -> None:
 
 def test_redundant_slots_end_where_everybody_holds_everything() -> None:
     placement = place(np.ones((1, 3)), [0], equal(0, 1), redundant=50)
-    assert placement.held == {0: {0: (0, 1, 2), 1: (0, 1, 2)}}
+    assert placement.experts_by_layer == {0: {0: (0, 1, 2), 1: (0, 1, 2)}}
 
 
 def test_a_layer_without_load_counts_as_evenly_loaded() -> None:
@@ -110,7 +110,7 @@ def test_a_large_server_holds_everything_once_and_leaves_the_rest() -> None:
 
 def test_more_servers_than_experts() -> None:
     placement = place(np.ones((1, 2)), [0], equal(0, 1, 2, 3))
-    assert placement.complete and len(placement.servers) == 2
+    assert placement.is_complete and len(placement.servers) == 2
 
 
 def test_as_even_as_eplb_on_its_example() -> None:
@@ -144,16 +144,16 @@ def test_nothing_moves_while_the_load_stays() -> None:
 
 def test_a_death_moves_little_more_than_what_was_lost() -> None:
     first = place(SKEWED, LAYERS, equal(0, 1, 2, 3, 4), redundant=8)
-    lost = sum(map(len, first.of(2).values()))
+    lost = sum(map(len, first.server_experts(2).values()))
     second = place(SKEWED, LAYERS, equal(0, 1, 3, 4), redundant=8, previous=first)
-    assert second.complete and 2 not in second.servers
+    assert second.is_complete and 2 not in second.servers
     assert lost <= len(moves(first, second)) <= 1.25 * lost
 
 
 def test_a_join_moves_what_the_new_server_holds() -> None:
     first = place(SKEWED, LAYERS, equal(0, 1, 2, 3), redundant=8)
     second = place(SKEWED, LAYERS, equal(0, 1, 2, 3, 9), redundant=8, previous=first)
-    new = sum(map(len, second.of(9).values()))
+    new = sum(map(len, second.server_experts(9).values()))
     assert new == 48
     assert new <= len(moves(first, second)) <= 1.25 * new
 
@@ -226,7 +226,7 @@ def test_every_placement_is_sound(case: Case) -> None:
     assert_sound(case, placement)
     assert case.place() == placement
     if case.min_replicas > 1:
-        assert not any(placement.orphans(without={server}) for server in case.servers)
+        assert not any(placement.orphans(excluded_servers={server}) for server in case.servers)
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_never_worse_than_consecutive_ranges(case: Case) -> None:
     experts = case.load.shape[1]
     plain = Case(case.load, dict.fromkeys(case.servers, 1.0), 0, 1)
     if experts % len(plain.servers) == 0:
-        ranges = Placement.staged(range(len(case.load)), experts, [sorted(plain.servers)])
+        ranges = Placement.from_stages(range(len(case.load)), experts, [sorted(plain.servers)])
         ours, theirs = (peaks(case.load, p, plain.servers) for p in (plain.place(), ranges))
         assert (ours <= theirs * (1 + 1e-6)).all()
 
@@ -261,7 +261,7 @@ def test_equal_servers_differ_by_one_copy_at_most(case: Case) -> None:
     for row, layer in zip(even.load, placement.layers, strict=True):
         each = row / placement.replicas(layer)
         loads = server_loads(
-            row[None], Placement(0, len(row), {0: placement.held[layer]}), list(even.servers)
+            row[None], Placement(0, len(row), {0: placement.experts_by_layer[layer]}), list(even.servers)
         )
         assert loads.max() <= loads.mean() + each.max() + 1e-6
 

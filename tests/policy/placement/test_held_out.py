@@ -20,7 +20,7 @@ def profile(kinds: list[int], length: int = 4) -> Profile:
         np.full(len(kinds), NO_TOPIC, dtype=np.int16),
         tokens.astype(np.int16)[:, None, None],
     )
-    return Profile.of_routes("moe", 8, 8, (0,), routes)
+    return Profile.from_routes("moe", 8, 8, (0,), routes)
 
 
 def test_requests_are_on_one_side_each_in_random_order() -> None:

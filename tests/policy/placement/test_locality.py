@@ -195,7 +195,7 @@ def request_profile(nearest: list[int] | None = None) -> Profile:
     layer 1."""
     routes = routes_of([0, 0, 1], [3], [3], small([[0], [2]], [[1], [2]], [[1], [0]]))
     found = None if nearest is None else np.array(nearest, dtype=np.int32)
-    return Profile.of_routes("m", 4, 3, (0, 1), routes, nearest=found)
+    return Profile.from_routes("m", 4, 3, (0, 1), routes, nearest=found)
 
 
 def test_scores_sum_the_shares_over_layers() -> None:
@@ -243,7 +243,7 @@ def test_request_level() -> None:
     a request."""
     experts = small([[0]], [[1]], [[1]], [[1]], [[0]], [[0]])
     routes = routes_of([0, 1, 1, 1, 0, 0], [3, 3], [1, 2], experts)
-    profile = Profile.of_routes("m", 2, 2, (0,), routes)
+    profile = Profile.from_routes("m", 2, 2, (0,), routes)
     homes = small([[0], [1]])
     found = request_level(profile, homes, 2, routes)
     assert found.tokens.tolist() == [[3, 3]]

@@ -84,7 +84,7 @@ def profile(requests: int = 60) -> Profile:
     starts = np.arange(requests + 1, dtype=np.int64) * length
     topics = np.full(requests, NO_TOPIC, dtype=np.int16)
     routes = Routes(tokens, starts, np.full(requests, length), topics, experts.astype(np.int16))
-    return replace(Profile.of_routes("moe-1", V, E, LAYERS, routes), hidden=16)
+    return replace(Profile.from_routes("moe-1", V, E, LAYERS, routes), hidden=16)
 
 
 def present(servers: tuple[int, int] = (0, 1)) -> Placement:
@@ -100,8 +100,8 @@ def test_a_solve_finds_the_kinds_of_requests(servers: tuple[int, int]) -> None:
     found = solve(profile(), present(servers), None, fleet, "sem-moe")
     assert found.before.local == pytest.approx(0.5, abs=0.05)
     assert found.after.local > 0.9 and found.after.remote_bytes < found.before.remote_bytes
-    assert found.homes.servers == tuple(sorted(servers)) and found.homes.complete
-    assert found.homes.version == 8 and found.placement.held == found.homes.held
+    assert found.homes.servers == tuple(sorted(servers)) and found.homes.is_complete
+    assert found.homes.version == 8 and found.placement.experts_by_layer == found.homes.experts_by_layer
     by_rank = [set(found.homes.experts_of(server, 1)) for server in servers]
     assert sorted(map(sorted, by_rank)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert (found.tables.experts[0] == [1 if e in by_rank[1] else 0 for e in range(E)]).all()
@@ -111,7 +111,7 @@ def test_after_a_swap_the_same_routing_is_not_worth_a_move() -> None:
     fleet = Fleet((0, 1), {0: 1.0, 1: 1.0})
     once = solve(profile(), present(), None, fleet, "sem-moe")
     again = solve(profile(), once.placement, once.tables, fleet, "sem-moe")
-    assert again.placement.held == once.placement.held
+    assert again.placement.experts_by_layer == once.placement.experts_by_layer
     assert again.before.local == pytest.approx(again.after.local)
 
 
@@ -127,7 +127,9 @@ def test_a_placement_that_only_numbers_ranks_otherwise_moves_nothing() -> None:
     once = solve(profile(), present(), None, fleet, "sem-moe").homes
     held = {layer: {0: once.experts_of(1, layer), 1: once.experts_of(0, layer)} for layer in LAYERS}
     other = Placement(7, E, held, "moe-1")
-    assert solve(profile(), other, None, fleet, "sem-moe").placement.held == other.held
+    assert (
+        solve(profile(), other, None, fleet, "sem-moe").placement.experts_by_layer == other.experts_by_layer
+    )
 
 
 def test_a_small_gain_does_not_pay_for_many_bytes() -> None:

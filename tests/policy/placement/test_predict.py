@@ -30,7 +30,7 @@ def profile_of(
         chosen,
     )
     near = None if nearest is None else np.array(nearest, dtype=np.int32)
-    return Profile.of_routes("toy", vocab_size, num_experts, range(chosen.shape[1]), routes, (), near)
+    return Profile.from_routes("toy", vocab_size, num_experts, range(chosen.shape[1]), routes, (), near)
 
 
 def clusters_of(experts: npt.ArrayLike, tokens: npt.ArrayLike) -> Coclusters:

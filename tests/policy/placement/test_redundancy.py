@@ -28,7 +28,7 @@ def profile(seed: int = 0, experts: int = 6, tokens: int = 200) -> Profile:
         np.array([NO_TOPIC], dtype=np.int16),
         chosen,
     )
-    return Profile.of_routes("moe", 20, experts, (3, 5), routes)
+    return Profile.from_routes("moe", 20, experts, (3, 5), routes)
 
 
 def test_worked_example() -> None:
@@ -94,7 +94,7 @@ def test_tables_know_of_copies() -> None:
     add up to them."""
     made = profile()
     clusters = SOLVERS["vanilla"](made, 2, 0)
-    seen = made.counts[0].known
+    seen = made.counts[0].known_tokens
     for redundant, total in ((0, 2 * 2), (6, 2 * 2 * 2)):
         placement = place(made, clusters, redundant)
         tables = tables_of(made, clusters, placement)

@@ -20,7 +20,7 @@ EVEN = {0: 1.0, 1: 1.0, 2: 1.0}
 
 def kept(placement: Placement, names: dict[int, int]) -> dict[int, dict[int, tuple[int, ...]]]:
     """What the servers have in memory when they come back. names: new number -> the old one."""
-    return {new: placement.of(old) for new, old in names.items()}
+    return {new: placement.server_experts(old) for new, old in names.items()}
 
 
 def test_worked_example() -> None:
@@ -45,14 +45,14 @@ def test_the_same_servers_in_any_order_load_nothing(order: tuple[int, ...], rule
     capacities = {new: sizes[old] for new, old in enumerate(order)}
     found = returning.place(there, LAYERS, 8, capacities, *rules)
     assert returning.missing(found, there) == 0
-    assert {new: found.of(new) for new in sizes} == there
+    assert {new: found.server_experts(new) for new in sizes} == there
 
 
 def test_a_lost_servers_experts_alone_are_loaded() -> None:
     before = balance.place(np.ones((3, 12)), LAYERS, EVEN)
     there = kept(before, {0: 2, 1: 0})
     found = returning.place(there, LAYERS, 12, {0: 1.0, 1: 1.0})
-    assert returning.missing(found, there) == 3 * 4 and found.complete
+    assert returning.missing(found, there) == 3 * 4 and found.is_complete
     assert [len(found.experts_of(server, 0)) for server in (0, 1)] == [6, 6]
 
 
@@ -67,7 +67,7 @@ def test_two_copies_are_on_two_hosts_whatever_is_in_memory() -> None:
 def test_what_a_server_says_of_experts_that_do_not_exist_is_ignored() -> None:
     there = {0: {0: [0, -1, 4, 0], 7: [1]}, 5: {0: [1]}}
     found = returning.place(there, [0], 4, {0: 1.0, 1: 1.0})
-    assert found.held[0][0][0] == 0 and found.complete and found.servers == (0, 1)
+    assert found.experts_by_layer[0][0][0] == 0 and found.is_complete and found.servers == (0, 1)
 
 
 def test_fewer_servers_than_copies_are_refused() -> None:
@@ -78,10 +78,10 @@ def test_fewer_servers_than_copies_are_refused() -> None:
 def test_a_server_that_joins_a_cluster_that_serves_gets_what_it_has() -> None:
     """Without it the placement would give the newcomer other experts."""
     before = balance.place(np.ones((1, 6)), [0], {0: 1.0, 1: 1.0})
-    assert before.held == {0: {0: (0, 1, 2), 1: (3, 4, 5)}}
+    assert before.experts_by_layer == {0: {0: (0, 1, 2), 1: (3, 4, 5)}}
     close = returning.joined_by(before, {2: {0: [2, 5]}}, {0: 1.0, 1: 1.0, 2: 1.0})
     found = balance.place(np.ones((1, 6)), [0], EVEN, previous=close)
-    assert found.held == {0: {0: (0, 1), 1: (3, 4), 2: (2, 5)}}
+    assert found.experts_by_layer == {0: {0: (0, 1), 1: (3, 4), 2: (2, 5)}}
     assert found.version > before.version
 
 

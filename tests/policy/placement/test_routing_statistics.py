@@ -53,7 +53,7 @@ def at_random(seed: int, requests: int = 6, layers: int = 3) -> Profile:
     chosen = np.argsort(-(rng.random((len(tokens), layers, E)) + liking[tokens]), axis=2)[:, :, :K]
     topics = rng.integers(-1, 2, requests).tolist()
     routes = routes_of(lengths.tolist(), chosen, tokens.tolist(), topics)
-    return Profile.of_routes("toy", V, E, range(1, layers + 1), routes, ("code", "prose"))
+    return Profile.from_routes("toy", V, E, range(1, layers + 1), routes, ("code", "prose"))
 
 
 def counted(profile: Profile, layer: int) -> dict[int, Counter[int]]:
@@ -74,7 +74,7 @@ def top(counts: Counter[int], k: int) -> list[int]:
 def test_concentration_worked_example() -> None:
     """Token 3 chose experts 2, 0 and 5 five, three and two times. Token 4 chose only expert 1."""
     experts = np.array([[2]] * 5 + [[0]] * 3 + [[5]] * 2 + [[1]] * 4)
-    counts = Counts.of(np.array([3] * 10 + [4] * 4), experts, V, E)
+    counts = Counts.from_pairs(np.array([3] * 10 + [4] * 4), experts, V, E)
     assert hottest(counts, 2)[[3, 4, 5]].tolist() == [[2, 0], [1, -1], [-1, -1]]
     first, rest = hotness(counts, 2)
     assert first.tolist() == [0.8, 1.0] and rest.tolist() == [0.2, 0.0]
@@ -84,10 +84,10 @@ def test_concentration_worked_example() -> None:
 def test_kurtosis_worked_examples() -> None:
     """6 of 64 experts, each chosen once, give the value of the docstring. Equal loads of all experts have no
     spread."""
-    counts = Counts.of(np.array([0, 1, 1]), np.array([range(6), range(6), range(6)]), 2, 64)
+    counts = Counts.from_pairs(np.array([0, 1, 1]), np.array([range(6), range(6), range(6)]), 2, 64)
     p = 6 / 64
     assert kurtosis(counts, 64).tolist() == pytest.approx([(1 - 3 * p * (1 - p)) / (p * (1 - p))] * 2)
-    even = Counts.of(np.array([0, 0, 0]), np.array([range(6)] * 3), 1, 6)
+    even = Counts.from_pairs(np.array([0, 0, 0]), np.array([range(6)] * 3), 1, 6)
     assert kurtosis(even, 6).tolist() == [0.0]
 
 
@@ -99,7 +99,7 @@ def test_tokens_by_counting(seed: int, k: int) -> None:
     fast = hottest(counts, k)
     first, rest = hotness(counts, k)
     tails = kurtosis(counts, E)
-    assert counts.known.tolist() == sorted(slow)
+    assert counts.known_tokens.tolist() == sorted(slow)
     for place, token in enumerate(sorted(slow)):
         best = top(slow[token], k)
         assert fast[token].tolist() == best + [-1] * (k - len(best))
@@ -231,7 +231,7 @@ def test_sample_takes_whole_requests() -> None:
 
 
 def test_static_top_worked_example() -> None:
-    counts = Counts.of(np.array([7, 2]), np.array([[0, 1], [4, 5]]), 9, E)
+    counts = Counts.from_pairs(np.array([7, 2]), np.array([[0, 1], [4, 5]]), 9, E)
     found = static_top(
         counts, np.array([7, 7], dtype=np.int32), np.array([[0, 2], [3, 0]], dtype=np.int16), E
     )
@@ -239,7 +239,7 @@ def test_static_top_worked_example() -> None:
 
 
 def test_a_token_id_that_was_not_learned_is_a_miss() -> None:
-    counts = Counts.of(np.array([7]), np.array([[0, 1]]), 9, E)
+    counts = Counts.from_pairs(np.array([7]), np.array([[0, 1]]), 9, E)
     later = np.array([[0, 1], [0, 1]], dtype=np.int16)
     found = static_top(counts, np.array([7, 8], dtype=np.int32), later, E)
     assert (found.precision, found.f1, found.hits) == (1.0, 1.0, 0.5)
@@ -287,7 +287,7 @@ def test_what_can_be_predicted_is_predicted() -> None:
     fifth = 2 * ((third >= 2) != (fourth >= 2))
     experts = np.stack([first, second, third, fourth, fifth], axis=1)[:, :, None]
     routes = routes_of([20] * 40, experts, tokens.tolist())
-    found = examine(Profile.of_routes("toy", 4, 4, range(5), routes), routes, 0.2, ranks=2, seed=0)
+    found = examine(Profile.from_routes("toy", 4, 4, range(5), routes), routes, 0.2, ranks=2, seed=0)
     assert found is not None and (found.learned_requests, found.asked_requests) == (8, 32)
     ranks = [layer.ranks for layer in found.layers]
     for index in (0, 3):
@@ -304,7 +304,7 @@ def test_uniform_routing_cannot_be_predicted() -> None:
     rng = np.random.default_rng(0)
     experts = np.argsort(rng.random((4000, 3, 8)), axis=2)[:, :, :2]
     routes = routes_of([100] * 40, experts, rng.integers(0, 5, 4000).tolist())
-    found = examine(Profile.of_routes("toy", 5, 8, range(3), routes), routes, 0.2, ranks=4, seed=0)
+    found = examine(Profile.from_routes("toy", 5, 8, range(3), routes), routes, 0.2, ranks=4, seed=0)
     assert found is not None
     for layer in found.layers:
         shares = (layer.ranks.guess, layer.ranks.token, layer.ranks.two_gram, layer.ranks.both)

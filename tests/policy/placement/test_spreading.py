@@ -26,7 +26,7 @@ def hosts_of(placement: Placement, layer: int, expert: int, hosts: dict[int, str
 
 def held_by(placement: Placement, servers: set[int]) -> int:
     """Number of copies on these servers."""
-    return sum(len(experts) for server in servers for experts in placement.of(server).values())
+    return sum(len(experts) for server in servers for experts in placement.server_experts(server).values())
 
 
 # ---- by example
@@ -37,7 +37,7 @@ def test_two_copies_are_on_two_hosts_which_loads_alone_do_not_see() -> None:
     assert exposed(place(load, range(3), FOUR, min_replicas=2), list(AB), AB) > 0
     found = place(load, range(3), FOUR, min_replicas=2, hosts=AB)
     assert exposed(found, list(AB), AB) == 0
-    assert found.orphans(without={0, 1}) == found.orphans(without={2, 3}) == []
+    assert found.orphans(excluded_servers={0, 1}) == found.orphans(excluded_servers={2, 3}) == []
 
 
 def test_hosts_worked_example() -> None:
@@ -85,7 +85,9 @@ def test_a_host_with_too_few_slots_holds_what_it_can() -> None:
     found = place(np.ones((1, 8)), [0], dict.fromkeys(hosts, 1.0), min_replicas=2, hosts=hosts)
     held = len(found.experts_of(2, 0))
     assert on_one_host(found, 0, list(hosts), hosts) == 8 - held and held in (5, 6)
-    assert not any(found.orphans(without={server}) for server in hosts), "but they are on different servers"
+    assert not any(found.orphans(excluded_servers={server}) for server in hosts), (
+        "but they are on different servers"
+    )
     wide = place(np.ones((1, 8)), [0], {0: 1.0, 1: 1.0, 2: 2.0}, min_replicas=2, hosts=hosts)
     assert exposed(wide, list(hosts), hosts) == 0
 

@@ -86,18 +86,18 @@ def test_the_latest_arrival_is_preempted_and_comes_back_first() -> None:
     subject = batching(num_blocks=6, size=2, seats=2, length=12)
     for request_id in range(3):
         subject.add(request(request_id, [request_id] * 3, max_tokens=8), 0.0)
-    while not (schedule := subject.schedule(1.0)).preempted:
+    while not (schedule := subject.schedule(1.0)).preempted_sequences:
         run(subject, schedule)
-    assert [sequence.request_id for sequence in schedule.preempted] == [1]
-    assert chunks(schedule) == [(0, 1)] and not schedule.admitted
-    victim = schedule.preempted[0]
+    assert [sequence.request_id for sequence in schedule.preempted_sequences] == [1]
+    assert chunks(schedule) == [(0, 1)] and not schedule.admitted_sequences
+    victim = schedule.preempted_sequences[0]
     assert (victim.stage, victim.epoch, victim.num_computed) == (Stage.WAITING, 1, 0)
-    assert victim.generated and victim.waiting_since == 1.0
+    assert victim.generated_ids and victim.waiting_since == 1.0
     assert list(subject.waiting) == [1, 2]
     run(subject, schedule)
     order = []
     while (schedule := subject.schedule(2.0)).chunks:
-        order += [sequence.request_id for sequence in schedule.admitted]
+        order += [sequence.request_id for sequence in schedule.admitted_sequences]
         run(subject, schedule)
     assert order == [1, 2]
     assert subject.preemptions == 1
@@ -126,12 +126,12 @@ def test_removed_requests_are_finished_but_hold_their_blocks_until_freed() -> No
     subject.add(request(0, [1] * 4), 0.0)
     subject.add(request(1, [1] * 4), 0.0)
     subject.schedule(0.0)
-    used = subject.blocks.stats().used
+    used = subject.blocks.stats().num_used
     sequence = subject.remove(0)
     assert sequence is not None and sequence.stage is Stage.FINISHED
-    assert subject.blocks.stats().used == used
+    assert subject.blocks.stats().num_used == used
     subject.free(sequence)
-    assert subject.blocks.stats().used == used - 1
+    assert subject.blocks.stats().num_used == used - 1
     assert subject.remove(0) is None
 
 
@@ -173,52 +173,52 @@ def test_length_ends_a_request(max_tokens: int | None, max_model_len: int) -> No
 def test_scored_chunks_never_mix() -> None:
     """A prompt of 6 tokens with 2 generated ones was preempted when rows 0 to 2 had been scored."""
     sequence = Sequence(request(0, [1] * 6, prompt_logprobs=0), 20, 0.0)
-    assert (sequence.reusable, sequence.chunk_end, sequence.scored_now) == (0, 6, True)
+    assert (sequence.reusable, sequence.chunk_end, sequence.next_rows_need_scores) == (0, 6, True)
     sequence.admit(0)
     sequence.advance(3)
     sequence.preempt(0.0)
-    assert (sequence.reusable, sequence.chunk_end, sequence.scored_now) == (3, 3, False)
+    assert (sequence.reusable, sequence.chunk_end, sequence.next_rows_need_scores) == (3, 3, False)
     sequence.admit(2)
     sequence.advance(1)
-    assert (sequence.chunk_end, sequence.scored_now) == (6, True)
+    assert (sequence.chunk_end, sequence.next_rows_need_scores) == (6, True)
     sequence.advance(2)  # row 5 scores nothing: the prompt ends there
-    assert (sequence.chunk_end, sequence.scored_now, sequence.reusable) == (6, False, 5)
+    assert (sequence.chunk_end, sequence.next_rows_need_scores, sequence.reusable) == (6, False, 5)
 
 
 def received(prompt: list[int], generated: list[int], tokens: int, **settings: int) -> ScheduledStep:
     subject = batching(**settings)
-    subject.add(request(0, prompt, max_tokens=8), 0.0, generated, received=tokens)
+    subject.add(request(0, prompt, max_tokens=8), 0.0, generated, received_tokens=tokens)
     return subject.schedule(now=0.0)
 
 
 def test_what_was_received_is_not_computed_again() -> None:
     schedule = received([1] * 10, [5], tokens=10)
-    [sequence] = schedule.admitted
+    [sequence] = schedule.admitted_sequences
     assert chunks(schedule) == [(0, 1)]
-    assert sequence.num_computed == 10 and sequence.restored == range(10)
+    assert sequence.num_computed == 10 and sequence.restored_positions == range(10)
 
 
 def test_only_what_the_prefix_cache_lacks_is_restored() -> None:
     subject = batching()
     subject.add(request(0, [1] * 8, max_tokens=1), 0.0)
     run(subject, subject.schedule(0.0))
-    subject.add(request(1, [1] * 10, max_tokens=8), 0.0, [5], received=10)
-    [sequence] = subject.schedule(0.0).admitted
-    assert sequence.restored == range(8, 10)
-    subject.add(request(2, [1] * 9, max_tokens=8), 0.0, [], received=4)
-    [sequence] = subject.schedule(0.0).admitted
-    assert sequence.num_computed == 8 and not sequence.restored
+    subject.add(request(1, [1] * 10, max_tokens=8), 0.0, [5], received_tokens=10)
+    [sequence] = subject.schedule(0.0).admitted_sequences
+    assert sequence.restored_positions == range(8, 10)
+    subject.add(request(2, [1] * 9, max_tokens=8), 0.0, [], received_tokens=4)
+    [sequence] = subject.schedule(0.0).admitted_sequences
+    assert sequence.num_computed == 8 and not sequence.restored_positions
 
 
 def test_a_row_to_sample_from_is_computed_in_any_case() -> None:
     schedule = received([1] * 10, [], tokens=10, rows=16)
-    assert chunks(schedule) == [(0, 10)] and not schedule.admitted[0].restored
+    assert chunks(schedule) == [(0, 10)] and not schedule.admitted_sequences[0].restored_positions
 
 
 def test_what_was_received_is_used_once() -> None:
     subject = batching(num_blocks=10)
-    subject.add(request(0, [1] * 10, max_tokens=8), 0.0, [5], received=10)
-    [sequence] = subject.schedule(0.0).admitted
+    subject.add(request(0, [1] * 10, max_tokens=8), 0.0, [5], received_tokens=10)
+    [sequence] = subject.schedule(0.0).admitted_sequences
     subject._preempt(sequence, 0.0)
     schedule = subject.schedule(0.0)
-    assert chunks(schedule) == [(0, 8)] and not sequence.restored
+    assert chunks(schedule) == [(0, 8)] and not sequence.restored_positions

@@ -36,21 +36,21 @@ def test_worked_example() -> None:
     second = ints(*text, 10, 11)
     assert pool.allocate(1, second, reusable=9) == 8
     assert pool.table(1).tolist() == [0, 1, 3]
-    assert pool.stats() == BlockStats(total=5, free=1, used=4, prefix_queries=19, prefix_hits=8)
+    assert pool.stats() == BlockStats(num_total=5, num_free=1, num_used=4, prefix_queries=19, prefix_hits=8)
 
     assert pool.extend(1, 12)  # 12 tokens fit in three blocks
     assert pool.extend(1, 13)
     assert not pool.extend(1, 17)  # all five blocks are in use: 0 and 1 by both
     pool.free(0)
     pool.free(1)
-    assert pool.stats() == BlockStats(total=5, free=3, cached=2, prefix_queries=19, prefix_hits=8)
+    assert pool.stats() == BlockStats(num_total=5, num_free=3, num_cached=2, prefix_queries=19, prefix_hits=8)
 
 
 def test_blocks_that_are_not_valid_are_found_by_nobody() -> None:
     pool, tokens = KVBlocks(16, 2), ints(*range(7))
     filled(pool, 0, tokens)
     pool.free(0, valid=False)
-    assert pool.stats() == BlockStats(total=16, free=16, prefix_queries=7)
+    assert pool.stats() == BlockStats(num_total=16, num_free=16, prefix_queries=7)
     assert pool.allocate(1, tokens, reusable=6) == 0
 
 
@@ -61,7 +61,7 @@ def test_blocks_that_are_not_valid_stay_known_while_another_request_has_them() -
     other = ints(*shared, 8, 9, 10)
     assert pool.allocate(1, other, reusable=6) == 4
     pool.free(0, valid=False)
-    assert pool.stats().cached == 0
+    assert pool.stats().num_cached == 0
     pool.commit(1, other, 7)
     assert pool.allocate(2, ints(8, 9, 10), reusable=2) == 0, "8, 9 is known after 1, 2, 3, 4 only"
     pool.free(1, valid=False)
@@ -102,9 +102,9 @@ def test_a_block_computed_twice_is_kept_once() -> None:
     pool.allocate(0, tokens, 4)
     pool.allocate(1, tokens, 4)
     pool.commit(0, tokens, 5)
-    assert pool.stats().free == 2
+    assert pool.stats().num_free == 2
     pool.commit(1, tokens, 5)
-    assert pool.stats().free == 4
+    assert pool.stats().num_free == 4
     assert pool.table(0)[:2].tolist() == pool.table(1)[:2].tolist()
     assert pool.table(0)[2] != pool.table(1)[2]
 
@@ -122,7 +122,7 @@ def test_the_oldest_prefix_is_evicted_leaf_first() -> None:
     pool.free(0)
     filled(pool, 1, new[:1])
     pool.free(1)
-    assert pool.stats().cached == 3
+    assert pool.stats().num_cached == 3
     assert pool.allocate(2, ints(7, 8), 0) == 0  # the free block, then the leaf "2" of 1 -> 2
     pool.free(2)
     assert pool.allocate(3, old, 2) == 1
@@ -160,7 +160,7 @@ def test_without_prefix_reuse_everything_is_free_again() -> None:
     assert pool.allocate(1, ints(1, 2, 3), 2) == 0
     pool.free(0)
     pool.free(1)
-    assert pool.stats() == BlockStats(total=4, free=4)
+    assert pool.stats() == BlockStats(num_total=4, num_free=4)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 1), (1, 0)])

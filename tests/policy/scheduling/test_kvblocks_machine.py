@@ -34,18 +34,20 @@ def audit(pool: KVBlocks) -> None:
     tables = {request_id: table.blocks.array.tolist() for request_id, table in pool._tables.items()}
     holders = Counter(block for table in tables.values() for block in table)
     assert [holders[block] for block in range(pool.num_blocks)] == pool._references
-    free, cached, used = set(pool._free), set(pool._cached), set(holders)
+    free, cached, used = set(pool._free), set(pool._cached_blocks), set(holders)
     assert len(free) == len(pool._free)
     assert sorted([*free, *cached, *used]) == list(range(pool.num_blocks))
     stats = pool.stats()
-    assert (stats.free, stats.cached, stats.used) == (len(free), len(cached), len(used))
-    assert stats.total == stats.free + stats.cached + stats.used and pool.available == len(free | cached)
+    assert (stats.num_free, stats.num_cached, stats.num_used) == (len(free), len(cached), len(used))
+    assert stats.num_total == stats.num_free + stats.num_cached + stats.num_used and pool.available == len(
+        free | cached
+    )
     known = {block: key for block, key in enumerate(pool._keys) if key is not None}
-    assert {key: block for block, key in known.items()} == pool._known
+    assert {key: block for block, key in known.items()} == pool._block_by_key
     assert cached <= set(known) and not free & set(known)
     by_identity = {pool._identities[block]: block for block in known}
     assert len(by_identity) == len(known) and ROOT not in by_identity
-    age = {block: index for index, block in enumerate(pool._cached)}
+    age = {block: index for index, block in enumerate(pool._cached_blocks)}
     for block, (parent, _) in known.items():
         if parent != ROOT:
             before = by_identity[parent]  # a parent outlives its children
@@ -75,7 +77,7 @@ class PoolMachine(RuleBasedStateMachine):
         cached = self.pool.allocate(self.arrived, holder.array, limit, spare)
         if cached is None:
             assert self.pool.stats() == before
-            assert self.pool.blocks_for(len(tokens)) + spare > before.free
+            assert self.pool.blocks_for(len(tokens)) + spare > before.num_free
         else:
             assert cached <= min(limit, len(tokens) - 1) and cached % self.pool.block_size == 0
             assert self.pool.available >= spare

@@ -19,7 +19,7 @@ from moesaic.policy.scheduling.microqueue import (
     Queue,
     QueuePolicy,
     defrag_plain,
-    policy_named,
+    make_policy,
 )
 
 
@@ -88,9 +88,9 @@ def test_first_layer_first_takes_its_fullest_expert() -> None:
 def test_the_queue_that_waited_too_long_goes_first(name: str) -> None:
     tokens = grid([9, 0, 0], [0, 9, 1], [0, 1, 1])
     waited = np.array([[0.0, 7.0, 0.0], [0.0, 0.1, 0.2], [0.0, 0.3, 0.3]])
-    assert policy_named(name, urgency=0.1).choose(tokens, waited) == (2, 1)
-    assert policy_named(name, urgency=0.3).choose(tokens, waited) == chosen(policy_named(name), tokens)
-    assert policy_named(name).choose(tokens, waited) == chosen(policy_named(name), tokens)
+    assert make_policy(name, urgency=0.1).choose(tokens, waited) == (2, 1)
+    assert make_policy(name, urgency=0.3).choose(tokens, waited) == chosen(make_policy(name), tokens)
+    assert make_policy(name).choose(tokens, waited) == chosen(make_policy(name), tokens)
 
 
 def rounds_until_served(policy: QueuePolicy, limit: int) -> int | None:
@@ -105,8 +105,8 @@ def rounds_until_served(policy: QueuePolicy, limit: int) -> int | None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_urgency_ends_starvation(name: str) -> None:
-    assert rounds_until_served(policy_named(name), 100) is None
-    assert rounds_until_served(policy_named(name, urgency=0.1), 100) == 4
+    assert rounds_until_served(make_policy(name), 100) is None
+    assert rounds_until_served(make_policy(name, urgency=0.1), 100) == 4
 
 
 def test_history_worked_example() -> None:
@@ -164,7 +164,7 @@ def test_history_is_the_mean_of_the_last_choices(
     remembering = DefragWithHistory(policy, history)
     seen: list[list[int]] = []
     for rows in calls:
-        last = [policy.counted(column(*earlier))[:, 0].tolist() for earlier in seen[-history:]]
+        last = [policy.clip_rows(column(*earlier))[:, 0].tolist() for earlier in seen[-history:]]
         past = np.array([sum(layer) / len(last) for layer in zip(*last, strict=True)]) if last else None
         assert chosen(remembering, column(*rows)) == defrag_plain(policy, column(*rows), past)
         if any(rows):
@@ -179,7 +179,7 @@ def test_a_queue_with_rows_or_none(
 ) -> None:
     tokens = np.array(rows, dtype=np.int64)
     waited: FloatArray = np.full(tokens.shape, age)
-    queue = policy_named(name, urgency).choose(tokens, waited)
+    queue = make_policy(name, urgency).choose(tokens, waited)
     if tokens.any():
         assert queue is not None and tokens[queue] > 0
         assert all(type(index) is int for index in queue)
@@ -188,17 +188,17 @@ def test_a_queue_with_rows_or_none(
 
 
 def test_names_are_checked() -> None:
-    assert policy_named("defrag", cap=3) == Defrag(cap=3)
-    remembering = policy_named("defrag", 0.5, history=4)
+    assert make_policy("defrag", cap=3) == Defrag(cap=3)
+    remembering = make_policy("defrag", 0.5, history=4)
     assert isinstance(remembering, DefragWithHistory)
     assert remembering.settings == Defrag(urgency=0.5)
     assert remembering._totals.maxlen == 4
     with pytest.raises(
         ConfigError, match="^--queue-policy: got 'mtfs'; allowed: defrag with --queue-history"
     ):
-        policy_named("mtfs", history=4)
+        make_policy("mtfs", history=4)
     with pytest.raises(ConfigError, match="--queue-policy: got 'fifo'; allowed: defrag, mtfs, flfs"):
-        policy_named("fifo")
+        make_policy("fifo")
 
 
 @pytest.mark.parametrize(

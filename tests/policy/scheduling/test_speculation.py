@@ -8,7 +8,7 @@ import pytest
 from tests.support.toy_model import STOP_TOKEN, request
 
 from moesaic.core.metrics import SpeculationStats
-from moesaic.core.speculation import MOST_ROWS, break_even
+from moesaic.core.speculation import MAX_CHECKED_ROWS, break_even
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.acceptance import FIRST_WAIT, LAST_WAIT, SOON, Acceptance
 from moesaic.policy.scheduling.kvblocks import KVBlocks
@@ -22,8 +22,8 @@ FREE = StepPrices(lambda rows: 1.0)
 class Counting:
     """A drafter that proposes 0, 1, 2, ..."""
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
-        return list(range(most))
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
+        return list(range(max_tokens))
 
 
 def sequences(count: int, blocks: KVBlocks, acceptance: float = 0.9, **kind: object) -> list[Sequence]:
@@ -45,15 +45,15 @@ def drafted(
     blocks = KVBlocks(400, 2)
     found = sequences(count, blocks, acceptance)
     Speculation(Counting(), most, prices).draft(found, room, blocks, spare)
-    return [len(one.drafted) for one in found]
+    return [len(one.draft_tokens) for one in found]
 
 
 def test_as_much_as_may_be_is_drafted_where_rows_cost_nothing() -> None:
     assert drafted(2, FREE) == [4, 4]
     assert drafted(2, FREE, room=5) == [3, 2]
     assert drafted(2, FREE, room=0) == [0, 0]
-    assert sum(drafted(20, FREE)) == MOST_ROWS - 20
-    assert sum(drafted(MOST_ROWS, FREE)) == 0
+    assert sum(drafted(20, FREE)) == MAX_CHECKED_ROWS - 20
+    assert sum(drafted(MAX_CHECKED_ROWS, FREE)) == 0
     assert drafted(2, FREE, most=0) == [0, 0]
 
 
@@ -74,21 +74,21 @@ def test_the_best_chances_come_first() -> None:
     found = sequences(2, blocks)
     found[0].acceptance = Acceptance(0.5, 1.0)
     Speculation(Counting(), 3, FREE).draft(found, 4, blocks, 0)
-    assert [len(one.drafted) for one in found] == [1, 3]  # 0.9, 0.81, 0.73, 0.5
+    assert [len(one.draft_tokens) for one in found] == [1, 3]  # 0.9, 0.81, 0.73, 0.5
 
 
 def test_the_last_token_of_an_answer_is_not_drafted() -> None:
     blocks = KVBlocks(400, 2)
     [short] = sequences(1, blocks, max_tokens=4)
     Speculation(Counting(), 9, FREE).draft([short], 99, blocks, 0)
-    assert short.drafted == [0, 1]  # 3 of 6 tokens are there; behind two drafted ones comes the last
+    assert short.draft_tokens == [0, 1]  # 3 of 6 tokens are there; behind two drafted ones comes the last
 
 
 def test_nothing_is_drafted_behind_the_end_of_an_answer() -> None:
     blocks = KVBlocks(400, 2)
     [ending] = sequences(1, blocks, stop=True)
     Speculation(Counting(), 9, FREE).draft([ending], 99, blocks, 0)
-    assert ending.drafted == list(range(STOP_TOKEN))
+    assert ending.draft_tokens == list(range(STOP_TOKEN))
 
 
 def test_blocks_that_others_may_need_are_left() -> None:
@@ -96,7 +96,7 @@ def test_blocks_that_others_may_need_are_left() -> None:
     [one] = sequences(1, blocks)
     for spare, expected in ((3, 1), (1, 3), (0, 5)):
         Speculation(Counting(), 9, FREE).draft([one], 99, blocks, spare)
-        assert len(one.drafted) == expected
+        assert len(one.draft_tokens) == expected
         blocks.trim(0, one.num_tokens)
         assert blocks.available == 2
 
@@ -109,20 +109,20 @@ def test_drafts_that_are_wrong_end_and_are_tried_again_less_and_less() -> None:
     for _ in range(5000):
         subject.draft([one], 99, blocks, 0)
         gap += 1
-        if one.drafted:
-            subject.checked(one, 0)
-            one.drafted = []
+        if one.draft_tokens:
+            subject.record_check(one, 0)
+            one.draft_tokens = []
             gaps.append(gap)
             gap = 0
     start = gaps.index(max(gaps[:12]))
     tail = [size for size in gaps if size > 1]
     assert start < 12 and tail == sorted(tail) and tail[0] > FIRST_WAIT and tail[-1] == LAST_WAIT + 1
     assert subject.stats().accepted_tokens == 0
-    while one.acceptance.on_wait < one.acceptance.wait:
+    while one.acceptance.tokens_since_draft < one.acceptance.wait:
         subject.draft([one], 99, blocks, 0)
     subject.draft([one], 99, blocks, 0)
-    assert len(one.drafted) == 1
-    subject.checked(one, 1)
+    assert len(one.draft_tokens) == 1
+    subject.record_check(one, 1)
     assert one.acceptance.wait == SOON
 
 
@@ -133,8 +133,8 @@ def test_counts() -> None:
     for accepted in (3, 0, 1):
         one.acceptance = None
         subject.draft([one], 99, blocks, 0)
-        subject.checked(one, accepted)
-    subject.checked(sequences(1, KVBlocks(9, 2))[0], 0)  # one without a draft
+        subject.record_check(one, accepted)
+    subject.record_check(sequences(1, KVBlocks(9, 2))[0], 0)  # one without a draft
     assert replace(subject.stats(), prices=()) == SpeculationStats(3, 9, 4, (2, 1, 1))
     assert Speculation().stats() == SpeculationStats()
 
@@ -161,18 +161,18 @@ def test_at_break_even_a_step_gives_as_many_tokens_for_its_price(price: float, t
 def test_tokens_that_the_model_proposes_are_drafted() -> None:
     blocks = KVBlocks(400, 2)
     found = sequences(2, blocks)
-    found[0].proposed = [7]
+    found[0].proposed_tokens = [7]
     Speculation(None, 1, FREE).draft(found, 99, blocks, 0)
-    assert [one.drafted for one in found] == [[7], []]
+    assert [one.draft_tokens for one in found] == [[7], []]
 
 
 def test_its_prices_are_reported() -> None:
     prices = StepPrices(lambda rows: 100.0 * (1 + rows))
     subject = Speculation(Counting(), 4, prices)
-    assert subject.stats().prices == tuple((1 + rows) / 2 for rows in range(1, MOST_ROWS + 1))
+    assert subject.stats().prices == tuple((1 + rows) / 2 for rows in range(1, MAX_CHECKED_ROWS + 1))
     for _ in range(9):
-        subject.measured(1, 0.1)
-        subject.measured(2, 0.2)
+        subject.record_step(1, 0.1)
+        subject.record_step(2, 0.2)
     assert subject.stats().prices[1] == pytest.approx(2.0)
     assert Speculation().stats().prices == ()
 
@@ -185,21 +185,21 @@ def test_tries_are_apart_where_requests_are_many() -> None:
         for step in range(3 * apart):
             for one in found:
                 assert one.acceptance is not None
-                one.acceptance.waited = LAST_WAIT
+                one.acceptance.tokens_since_draft = LAST_WAIT
             subject.draft(found, 9, blocks, 0)
-            tried += [step] * sum(len(one.drafted) for one in found)
+            tried += [step] * sum(len(one.draft_tokens) for one in found)
             for one in found:
-                one.drafted = []
+                one.draft_tokens = []
         assert tried == [0, apart, 2 * apart]
         for one in found:
             blocks.free(one.request_id)
 
 
 def test_it_says_when_drafts_pay() -> None:
-    text = Speculation(Counting(), 4, StepPrices(lambda rows: 1 + 0.4 * rows)).described()
+    text = Speculation(Counting(), 4, StepPrices(lambda rows: 1 + 0.4 * rows)).describe()
     assert text.startswith("1 to 4 tokens; acceptance from which they pay, by requests: 0.29 to ")
     assert text.endswith(" at 16") and " at 8, " in text
-    assert Speculation().described() == ""
+    assert Speculation().describe() == ""
 
 
 def test_a_new_request_begins_with_the_acceptance_of_those_before() -> None:
@@ -208,14 +208,14 @@ def test_a_new_request_begins_with_the_acceptance_of_those_before() -> None:
     for one in sequences(40, blocks):
         one.acceptance = None
         subject.draft([one], 99, blocks, 0)
-        subject.checked(one, 0)
+        subject.record_check(one, 0)
         prices.append(one.acceptance.rate if one.acceptance else -1.0)
     assert prices[:20] == sorted(prices[:20], reverse=True) and prices[-1] < 0.1
 
 
 def test_a_request_without_proposals_does_not_keep_others_from_a_try() -> None:
     class OnlyOdd:
-        def propose(self, tokens: IntArray, most: int) -> list[int]:
+        def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
             return [0] if tokens[0] % 2 else []
 
     blocks = KVBlocks(400, 2)
@@ -223,10 +223,10 @@ def test_a_request_without_proposals_does_not_keep_others_from_a_try() -> None:
     found[0].tokens.array[0] = 4
     for one in found:
         assert one.acceptance is not None
-        one.acceptance.waited = LAST_WAIT
+        one.acceptance.tokens_since_draft = LAST_WAIT
     subject = Speculation(OnlyOdd(), 2, StepPrices(float))
     tried = []
     for _ in range(2):
         subject.draft(found, 9, blocks, 0)
-        tried.append([len(one.drafted) for one in found])
+        tried.append([len(one.draft_tokens) for one in found])
     assert tried == [[0, 0], [0, 1]]

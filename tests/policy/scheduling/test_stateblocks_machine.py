@@ -122,16 +122,16 @@ class StateMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         audit(self.pool)
-        pool, held = self.pool, self.pool._held
+        pool, held = self.pool, self.pool._request_states
         assert set(held) == set(self.holders)
         seats = [one.seat for one in held.values()]
         assert sorted([*seats, *pool._seats]) == list(range(pool._num_seats))
-        owned = [one.own for one in held.values()]
+        owned = [one.own_page for one in held.values()]
         pages = [*owned, *pool._pages, *pool._snapshots.values()]
         assert sorted(pages) == list(range(1, len(self.pages))), "each page is in one place"
         stats = pool.state_stats()
         assert stats.pages == stats.pages_free + stats.seats_used + stats.snapshots
-        readers = [one.read for one in held.values() if one.read not in (one.own, ZEROS)]
+        readers = [one.read_page for one in held.values() if one.read_page not in (one.own_page, ZEROS)]
         assert {page: readers.count(page) for page in pool._snapshots.values()} == pool._readers
         for one in pool._snapshots.values():
             assert self.pages[one] is not None, "a snapshot is a whole state"

@@ -9,7 +9,7 @@ from moesaic.policy.scheduling.step_prices import WARM, StepPrices, work_by_rows
 
 def measured(prices: StepPrices, rows: int, seconds: float, times: int = 5) -> None:
     for _ in range(WARM + times):
-        prices.measured(rows, seconds)
+        prices.record_duration(rows, seconds)
 
 
 def test_without_measurements_the_prior_counts() -> None:
@@ -20,16 +20,16 @@ def test_without_measurements_the_prior_counts() -> None:
 def test_the_first_steps_are_recorded_and_do_not_count() -> None:
     prices = StepPrices(lambda rows: 1.0)
     for _ in range(WARM):
-        prices.measured(3, 99.0)
+        prices.record_duration(3, 99.0)
     assert prices.price(3) == 1.0
-    prices.measured(3, 0.5)
+    prices.record_duration(3, 0.5)
     assert prices.price(3) == 0.5
 
 
 def test_a_single_slow_step_changes_nothing() -> None:
     prices = StepPrices(lambda rows: 1.0)
     measured(prices, 4, 0.25)
-    prices.measured(4, 7.0)
+    prices.record_duration(4, 7.0)
     assert prices.price(4) == 0.25
 
 

@@ -43,28 +43,28 @@ def test_worked_example() -> None:
     pool.open(units, top_k=2)
     assert pool.waiting() == {3: 3}
 
-    assert pool.arrived(0, ints(5, 0, 2)) is None
-    assert keys(pool.arrived(0, ints(2, 1))) == [(7, 0, 20, 3)]
+    assert pool.receive_units(0, ints(5, 0, 2)) is None
+    assert keys(pool.receive_units(0, ints(2, 1))) == [(7, 0, 20, 3)]
     assert pool.waiting() == {3: 2}
-    assert pool.missing(0).tolist() == [3, 4] and not pool.done(0)
+    assert pool.missing(0).tolist() == [3, 4] and not pool.is_complete(0)
 
-    ready = pool.arrived(0, ints(3, 4))
+    ready = pool.receive_units(0, ints(3, 4))
     assert ready is not None and keys(ready) == [(8, 1, 0, 3)]
     assert (ready.call, ready.starts.tolist(), ready.rows.tolist()) == (0, [1], [2])
-    assert pool.done(0) and not len(pool) and pool.missing(0).tolist() == [] and pool.waiting() == {}
+    assert pool.is_complete(0) and not len(pool) and pool.missing(0).tolist() == [] and pool.waiting() == {}
 
 
 def test_units_become_ready_in_the_order_of_the_call() -> None:
     pool = TokenPool()
     pool.open(run(0, [1, 1, 1, 1]), top_k=1)
-    assert requests(pool.arrived(0, ints(3, 0, 2))) == [0, 2, 3]
-    assert requests(pool.arrived(0, ints(3, 2, 1, 1))) == [1]
+    assert requests(pool.receive_units(0, ints(3, 0, 2))) == [0, 2, 3]
+    assert requests(pool.receive_units(0, ints(3, 2, 1, 1))) == [1]
 
 
 def test_a_part_that_came_twice_at_once_counts_once() -> None:
     pool = TokenPool()
     pool.open(run(0, [1]), top_k=3)
-    assert pool.arrived(0, ints(1, 1, 1)) is None
+    assert pool.receive_units(0, ints(1, 1, 1)) is None
     assert pool.missing(0).tolist() == [0, 2]
 
 
@@ -74,22 +74,22 @@ def test_calls_do_not_mix() -> None:
     pool.open(run(5, [3], layer=4), top_k=1)
     pool.open(run(6, [1], layer=2), top_k=1)
     assert pool.waiting() == {4: 4, 2: 1}
-    assert pool.arrived(5, ints(0, 1)) is None
+    assert pool.receive_units(5, ints(0, 1)) is None
     assert pool.missing(0).tolist() == [0, 1]
-    assert requests(pool.arrived(6, ints(0))) == [0]
+    assert requests(pool.receive_units(6, ints(0))) == [0]
     assert pool.waiting() == {4: 4} and len(pool) == 2
 
 
 def test_a_dropped_unit_is_never_ready_but_its_parts_are_awaited() -> None:
     pool = TokenPool()
     pool.open(run(0, [1, 2, 1], request_ids=[1, 2, 1]), top_k=1)
-    assert requests(pool.arrived(0, ints(0))) == [1]
+    assert requests(pool.receive_units(0, ints(0))) == [1]
     pool.drop(1)
     assert pool.waiting() == {0: 2}
-    assert requests(pool.arrived(0, ints(1, 2))) == [2]
-    assert not pool.done(0) and pool.missing(0).tolist() == [3] and pool.waiting() == {}
-    assert pool.arrived(0, ints(3)) is None
-    assert pool.done(0)
+    assert requests(pool.receive_units(0, ints(1, 2))) == [2]
+    assert not pool.is_complete(0) and pool.missing(0).tolist() == [3] and pool.waiting() == {}
+    assert pool.receive_units(0, ints(3)) is None
+    assert pool.is_complete(0)
 
 
 def test_late_parts_of_an_older_epoch_complete_nothing() -> None:
@@ -97,28 +97,28 @@ def test_late_parts_of_an_older_epoch_complete_nothing() -> None:
     but one."""
     pool = TokenPool()
     pool.open(Units.of_run(0, 2, ints(9), ints(0), ints(5), ints(1)), top_k=2)
-    pool.arrived(0, ints(0))
+    pool.receive_units(0, ints(0))
     pool.drop(9)
     pool.open(Units.of_run(1, 2, ints(9), ints(1), ints(5), ints(1)), top_k=2)
-    assert pool.arrived(1, ints(0)) is None
-    assert pool.arrived(0, ints(1)) is None
-    assert keys(pool.arrived(1, ints(1))) == [(9, 1, 5, 2)]
+    assert pool.receive_units(1, ints(0)) is None
+    assert pool.receive_units(0, ints(1)) is None
+    assert keys(pool.receive_units(1, ints(1))) == [(9, 1, 5, 2)]
     assert not len(pool)
 
 
 def test_parts_of_a_call_that_is_done_are_ignored() -> None:
     pool = TokenPool()
     pool.open(run(3, [1]), top_k=1)
-    pool.arrived(3, ints(0))
-    assert pool.arrived(3, ints(0)) is None
-    assert pool.arrived(1, ints(0)) is None  # a number that was skipped
+    pool.receive_units(3, ints(0))
+    assert pool.receive_units(3, ints(0)) is None
+    assert pool.receive_units(1, ints(0)) is None  # a number that was skipped
     pool.drop(0)
 
 
 def test_nothing_arrives_in_an_empty_answer() -> None:
     pool = TokenPool()
     pool.open(run(0, [1]), top_k=1)
-    assert pool.arrived(0, ints()) is None and not pool.done(0)
+    assert pool.receive_units(0, ints()) is None and not pool.is_complete(0)
 
 
 def test_misuse_is_told() -> None:
@@ -131,10 +131,10 @@ def test_misuse_is_told() -> None:
             pool.open(units, top_k)
     for pairs in (ints(0, 4), ints(-1)):
         with pytest.raises(ValueError, match="call 4 has pairs 0 to 3: got "):
-            pool.arrived(4, pairs)
+            pool.receive_units(4, pairs)
     assert pool.missing(4).tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="call 6 was never opened"):
-        pool.done(6)
+        pool.is_complete(6)
 
 
 ROWS = st.lists(st.one_of(st.just(1), st.integers(1, 9)), min_size=1, max_size=6)
@@ -159,9 +159,9 @@ def test_a_unit_is_ready_with_the_last_of_its_parts(rows: list[int], top_k: int,
         complete = [unit for unit, lack in enumerate(lacks) if lack and not lack - set(pairs)]
         for lack in lacks:
             lack.difference_update(pairs)
-        assert requests(pool.arrived(0, ints(*pairs))) == complete
+        assert requests(pool.receive_units(0, ints(*pairs))) == complete
         assert pool.missing(0).tolist() == sorted(set().union(*lacks))
-    assert pool.done(0)
+    assert pool.is_complete(0)
 
 
 @dataclass
@@ -225,7 +225,7 @@ class PoolMachine(RuleBasedStateMachine):
         missing = self.pool.missing(call)
         assert missing.tolist() == sorted(self.calls[call].out)
         self.answer(call, missing.tolist())
-        assert self.pool.done(call)
+        assert self.pool.is_complete(call)
 
     @rule(request_id=st.integers(0, 2))
     def preempt(self, request_id: int) -> None:
@@ -240,7 +240,7 @@ class PoolMachine(RuleBasedStateMachine):
         complete = [key for key, lack in toy.lacks.items() if lack and not lack - set(pairs)]
         for lack in toy.lacks.values():
             lack.difference_update(pairs)
-        ready = keys(self.pool.arrived(call, ints(*pairs)))
+        ready = keys(self.pool.receive_units(call, ints(*pairs)))
         assert ready == [key for key in complete if key not in toy.dropped]
         self.ready += ready
         self.check()
@@ -248,7 +248,7 @@ class PoolMachine(RuleBasedStateMachine):
     def check(self) -> None:
         waiting: dict[int, int] = {}
         for call, toy in self.calls.items():
-            assert self.pool.done(call) == (not toy.out)
+            assert self.pool.is_complete(call) == (not toy.out)
             for key, lack in toy.lacks.items():
                 if lack and key not in toy.dropped:
                     waiting[toy.layer] = waiting.get(toy.layer, 0) + toy.rows[key]

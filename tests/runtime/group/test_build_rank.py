@@ -38,7 +38,7 @@ def profile() -> Profile:
         experts[:, :, : routed.top_k].astype(np.int16),
     )
     sizes = routed.vocab_size, routed.num_experts, routed.layers
-    return Profile.of_routes(routed.model, *sizes, routes)
+    return Profile.from_routes(routed.model, *sizes, routes)
 
 
 @pytest.mark.parametrize("field", ["trace", "record"])

@@ -177,7 +177,7 @@ def test_shuffled_payload_is_that_of_the_plan(
 ) -> None:
     """Rows are where the tables send them: what is left to send follows, byte for byte."""
     file = write(tmp_path, alone.profile, size // shared)
-    tables = Tables.beside(file, Placement.read(file, size // shared))
+    tables = Tables.load_for(file, Placement.read(file, size // shared))
     assert tables is not None
     owners, routes = tables.experts.astype(np.int64), alone.routes
     plans = forecast(tables, routes, size, align)

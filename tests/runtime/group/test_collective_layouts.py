@@ -81,7 +81,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Alone]:
         path = tiny_models.save(tiny_models.build(kind, options), tmp_path_factory.mktemp(name))
         byte_tokenizer(path)
         completions, profile = recorded(str(path), PROMPTS, PARAMS)
-        some = profile.of(profile.routes.of(range(len(PROMPTS) - 1)))
+        some = profile.with_routes(profile.routes.select(range(len(PROMPTS) - 1)))
         assert 0 < np.isin(profile.routes.tokens, some.routes.tokens).mean() < 1
         found[name] = Alone(path, answers(completions), some)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.testing import byte_tokenizer
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content
 from moesaic.text.parsers.grammar import grammar_of
@@ -190,7 +190,7 @@ def test_any_form_may_come_after_reasoning(
         ),
     ):
         around = formats.after_reasoning(inside, special)
-        params = StructuredOutputsParams.of(form | {"around": around})
+        params = StructuredOutputsParams.from_mapping(form | {"around": around})
         check(params, special)
         whole = structured_grammar(params, special)
         assert accepts(whole, before + text, tokenizer, path)

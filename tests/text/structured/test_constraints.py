@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moesaic.core.reasoning import ReasoningBudget
-from moesaic.core.request import NOT_ALLOWED, Request, SamplingParams
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.request import NO_ALLOWED_TOKEN, Request, SamplingParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.kernels.table import REFERENCE
 from moesaic.runtime.sampling.sampler import Sampler
 from moesaic.text.structured import constraints
@@ -83,8 +83,8 @@ def test_the_end_comes_when_the_answer_is_complete(made: Constraints) -> None:
 def test_no_token_is_left(made: Constraints) -> None:
     """Behind "a" the grammar allows only the end, which min_tokens forbids."""
     one = request(1, "a", min_tokens=2)
-    assert answers(Sampler(made), [one], 2) == [[*b"a", NOT_ALLOWED]]
-    assert answers(Sampler(made), [one, request(2)], 2)[0] == [*b"a", NOT_ALLOWED]
+    assert answers(Sampler(made), [one], 2) == [[*b"a", NO_ALLOWED_TOKEN]]
+    assert answers(Sampler(made), [one, request(2)], 2)[0] == [*b"a", NO_ALLOWED_TOKEN]
 
 
 def test_grammars_compile_in_a_thread_and_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_grammars_compile_in_a_thread_and_are_kept(monkeypatch: pytest.MonkeyPat
     assert made.compile(request(4, "b")) is not futures[1], "it was dropped for the later ones"
 
 
-BUDGET = ReasoningBudget(2, "<", (">",), (ord(">"),), inside=True)
+BUDGET = ReasoningBudget(2, "<", (">",), (ord(">"),), starts_inside=True)
 
 
 def test_a_budget_ends_the_reasoning_and_changes_no_neighbour(made: Constraints) -> None:
@@ -122,6 +122,6 @@ def test_a_budget_ends_the_reasoning_and_changes_no_neighbour(made: Constraints)
     assert neighbours == answers(Sampler(made), others, 6)
     for cut in range(1, 6):
         assert answers(Sampler(made), [limited], 6 - cut, [found[:cut]]) == [found]
-    form = request(1, "<[a-z]*>[a-f]{2}", reasoning=replace(BUDGET, inside=False))
+    form = request(1, "<[a-z]*>[a-f]{2}", reasoning=replace(BUDGET, starts_inside=False))
     [found] = answers(Sampler(made), [form], 6)
     assert found[3] == ord(">") and set(found[4:]) <= set(b"abcdef")

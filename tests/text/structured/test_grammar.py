@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import MOST_CHARACTERS, StructuredOutputsParams
+from moesaic.core.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
 from moesaic.text.structured.grammar import check, grammar_of, literal
 from moesaic.text.structured.token_filter import GrammarFilter
 from moesaic.text.structured.vocabulary import Vocabulary
@@ -138,7 +138,7 @@ def test_what_is_no_form_is_refused(form: dict[str, Any], message: str) -> None:
 
 def test_an_unknown_field_is_refused() -> None:
     with pytest.raises(RequestError, match="structured_outputs: got 'jsn'; allowed: json, regex"):
-        StructuredOutputsParams.of({"jsn": {}})
+        StructuredOutputsParams.from_mapping({"jsn": {}})
 
 
 def test_special_tokens_are_tokens_in_a_literal() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.text.structured.grammar import grammar_of
 from moesaic.text.structured.token_filter import GrammarFilter, Masks
 from moesaic.text.structured.vocabulary import Vocabulary

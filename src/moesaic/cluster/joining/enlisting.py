@@ -95,7 +95,7 @@ def report_errors(connection: StreamConnection, joining: JoinOptions) -> Iterato
     try:
         yield
     except ConfigError as error:
-        connection.send(messages.Failed(str(error), user_error=True))
+        connection.send(messages.WorkerFailed(str(error), user_error=True))
         raise
     except ConnectionLost as lost:
         raise type(lost)(f"{joining.cluster}: {lost}") from lost
@@ -105,7 +105,7 @@ def enlist(
     connection: StreamConnection,
     joining: JoinOptions,
     resident_experts: Mapping[int, Sequence[int]] | None = None,
-) -> messages.Enlisted:
+) -> messages.EnlistReply:
     """Send the role of this process, and send back the messages that measure the link.
 
     resident_experts: for a server, layer -> the experts that it has in memory. Returns the settings that the
@@ -125,7 +125,7 @@ def enlist(
         connection.send(answer)
         answer = connection.receive(None)
     match answer:
-        case messages.Enlisted():
+        case messages.EnlistReply():
             return answer
         case messages.Shutdown():
             raise RefusedByCluster("the cluster is shutting down and accepts no processes")
@@ -134,7 +134,7 @@ def enlist(
     raise ConnectionLost("its first message was not Enlisted")
 
 
-def server_config(joining: JoinOptions, answer: messages.Enlisted, own_address: str) -> ExpertServerConfig:
+def server_config(joining: JoinOptions, answer: messages.EnlistReply, own_address: str) -> ExpertServerConfig:
     """The settings of an expert server on this host. own_address: its address towards the cluster.
 
     Raises ConfigError for a checkpoint that is not there, or is another one.
@@ -158,7 +158,7 @@ def server_config(joining: JoinOptions, answer: messages.Enlisted, own_address: 
     )
 
 
-def worker_config(joining: JoinOptions, answer: messages.Enlisted, own_address: str) -> WorkerConfig:
+def worker_config(joining: JoinOptions, answer: messages.EnlistReply, own_address: str) -> WorkerConfig:
     """The settings of an attention worker on this host. Otherwise like `server_config`."""
     config = WorkerConfig.from_json(answer.config)
     _check_host(config, ("--placement", config.parallel.placement))
@@ -180,7 +180,7 @@ def worker_config(joining: JoinOptions, answer: messages.Enlisted, own_address: 
     )
 
 
-def checkpoint(joining: JoinOptions, answer: messages.Enlisted) -> tuple[Path, str]:
+def checkpoint(joining: JoinOptions, answer: messages.EnlistReply) -> tuple[Path, str]:
     """The checkpoint on this host, and the stamp of its files as they were compared.
 
     Raises ConfigError if it is not there, or if it is not the one that the cluster serves.

@@ -90,7 +90,7 @@ def _is_the_cluster(connection: StreamConnection, address: str, weights: str) ->
     with contextlib.suppress(ConnectionLost):
         connection.send(messages.Enlist("standby", host=this_host()))
         answer = connection.receive(FIRST_WORD_SECONDS)
-        if isinstance(answer, messages.Enlisted):
+        if isinstance(answer, messages.EnlistReply):
             difference = fingerprint.difference(weights, answer.weights)
             if difference:
                 requirement = f"a cluster with the checkpoint of this host; that one has other {difference}"

@@ -210,7 +210,7 @@ class MailboxServer(_MailboxEnd):
             self._seen, self._news = number, time.monotonic()
             return number
         if not self.look() and self.lost is not None:
-            raise self.lost.again()
+            raise self.lost.copy()
         return None
 
     def doubt(self) -> None:

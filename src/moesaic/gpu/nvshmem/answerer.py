@@ -117,7 +117,7 @@ class NvshmemAnswerer:
     def poll(self) -> list[Incoming]:
         """See `Answerer`. There is at most one call."""
         if not self._line.look() and self._line.lost is not None:
-            raise self._line.lost.again()
+            raise self._line.lost.copy()
         if not self._open:
             self._begin()
             return []

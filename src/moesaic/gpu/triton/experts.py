@@ -235,7 +235,7 @@ def _wide(
         table.hidden,
         table.gate_line,
         activation.alpha,
-        activation.added,
+        activation.up_offset,
         limit,
         K=top_k,
         KIND=table.kinds[0],

@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 
 FLOATS = ("float32", "bfloat16", "float16")
-KINDS = (*FLOATS, *QUANTIZED)
+KINDS = (*FLOATS, *QUANTIZATIONS)
 """Types of weights. A kernel is told one by its index."""
 
 

@@ -61,7 +61,7 @@ def run(recording: Sequence[Path], source: str, model: str, output: Path, show: 
     if not profile.tokens:
         raise ConfigError.field("FILES", "no token", "files with at least one token and its experts")
     if profile.token_ids:
-        known_ids = profile.counts[0].known.astype(np.int32)
+        known_ids = profile.counts[0].known_tokens.astype(np.int32)
         nearest_ids = nearest_known(
             path, known_ids, lambda num_done, total: show("nearest tokens", num_done, total)
         )
@@ -97,5 +97,5 @@ def with_nearest(
     """
     path = files.resolve(model)
     profile.check(routed_model(path).model, str(file))
-    known_ids = profile.counts[0].known.astype(np.int32)
+    known_ids = profile.counts[0].known_tokens.astype(np.int32)
     return replace(profile, nearest=nearest_known(path, known_ids, show))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import NO_TOPIC, Counts, Profile, Routes, transitions
-from moesaic.core.routing import RoutedModel, joined
+from moesaic.core.routing import RoutedModel, join_routes
 from moesaic.core.tokens import IntArray
 
 AnyArray = npt.NDArray[Any]
@@ -42,7 +42,7 @@ def make_profile(model: RoutedModel, parts: Sequence[RoutingRecord]) -> Profile:
     if loads and len(loads) < len(parts):
         raise ConfigError.field("FILES", "loads and tokens", "files of one recording mode")
     if loads:
-        profile = Profile.of_routes(*_sizes(model), joined(model, []))
+        profile = Profile.from_routes(*_sizes(model), join_routes(model, []))
         return replace(
             profile,
             counts=_make_load_counts(sum(loads), model.vocab_size),
@@ -50,7 +50,7 @@ def make_profile(model: RoutedModel, parts: Sequence[RoutingRecord]) -> Profile:
             token_ids=False,
         )
     routes = [route for part in parts for route in part.routes]
-    profile = Profile.of_routes(*_sizes(model), joined(model, routes))
+    profile = Profile.from_routes(*_sizes(model), join_routes(model, routes))
     tokens = [rows for part in parts for rows in part.tokens]
     if tokens:
         experts = np.concatenate([rows for part in parts for rows in part.experts])
@@ -108,7 +108,7 @@ def _sizes(model: RoutedModel) -> tuple[str, int, int, tuple[int, ...]]:
 def _add_tokens(profile: Profile, tokens: AnyArray, experts: AnyArray) -> Profile:
     """`profile` with more tokens counted, which belong to no known request."""
     new_counts = [
-        Counts.of(tokens, experts[:, layer], profile.vocab_size, profile.num_experts)
+        Counts.from_pairs(tokens, experts[:, layer], profile.vocab_size, profile.num_experts)
         for layer in range(len(profile.layers))
     ]
     return replace(

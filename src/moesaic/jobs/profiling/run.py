@@ -79,7 +79,7 @@ class Gatherer:
         """
         waiting = int(OPEN_SHARE * options.most_bytes)
         self.tally = Tally(model, options.most_bytes - waiting, options.seed)
-        if self.tally.full:
+        if self.tally.is_full:
             allowed_values = "more: the empty counts of this model need it"
             raise ConfigError.field("--max-memory", options.max_memory, allowed_values)
         self.assembly = Assembly(model, waiting)
@@ -92,7 +92,7 @@ class Gatherer:
         self.assembly.add(rows)
         self._rows += int(np.count_nonzero(rows["position"] >= 0))
         self._show(self._rows)
-        if self.assembly.full:
+        if self.assembly.is_full:
             self.fold()
 
     def fold(self) -> None:
@@ -132,7 +132,7 @@ def run(
     _feed(llm, tokens, options.max_tokens, gatherer)
     seconds = clock() - start
     tally = gatherer.tally
-    nearest_ids = nearest_known(path, tally.known, partial(show, "nearest tokens"))
+    nearest_ids = nearest_known(path, tally.known_tokens, partial(show, "nearest tokens"))
     profile = tally.profile(names, nearest_ids)
     show("writing", 0, 0)
     _save(profile, options)

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.core.archive import DAMAGED
+from moesaic.core.archive import DAMAGE_ERRORS
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Routes
 from moesaic.core.routing import RoutedModel
@@ -88,7 +88,7 @@ def _experts(choice: dict[str, Any], answer: dict[str, Any], tokens: int, label:
 def _decode(text: str, label: str) -> AnyArray:
     try:
         array: AnyArray = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (binascii.Error, *DAMAGED) as error:
+    except (binascii.Error, *DAMAGE_ERRORS) as error:
         raise ConfigError(f"{label}: routed_experts: not the base64 text of a .npy file: {error}") from error
     return array
 

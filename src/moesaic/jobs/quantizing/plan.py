@@ -19,7 +19,7 @@ import torch
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, ExpertLayout
-from moesaic.core.stored import QUANT_METHOD
+from moesaic.core.weight_types import QUANT_METHOD
 from moesaic.jobs.quantizing.formats import Format, Tensor
 from moesaic.kernels.table import REFERENCE
 from moesaic.models import fused_tensors, registry

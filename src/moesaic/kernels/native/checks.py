@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moesaic.core.stored import OF_EXPERTS
+from moesaic.core.weight_types import NATIVE_DTYPES
 from moesaic.kernels.matrix import QuantizedMatrix, Weight
 
-NARROW, WIDE = OF_EXPERTS.index("bfloat16"), OF_EXPERTS.index("float32")
+NARROW, WIDE = NATIVE_DTYPES.index("bfloat16"), NATIVE_DTYPES.index("float32")
 STORED = frozenset({torch.float32, torch.bfloat16})
 """Dtypes that weights may be stored in. Sums are float32."""
 CACHED = STORED | {torch.int8}
@@ -57,7 +57,7 @@ def heads(tensor: torch.Tensor) -> torch.Tensor:
 
 def exact(tensor: torch.Tensor | None, *expected_shape: int, dtype: torch.dtype = torch.float32) -> int:
     """The address of a tensor that must be dense and of this type and shape; 0 for None."""
-    if tensor is None:
+    if tensor is None:  # the compiled module reads address 0 as "there is none"
         return 0
     shape(tensor, *expected_shape)
     if tensor.dtype is not dtype or not tensor.is_contiguous():
@@ -85,7 +85,7 @@ def weight(matrix: Weight, *expected_shape: int) -> tuple[int, int]:
         shape(matrix, *expected_shape)
     if not matrix.stored_rows.is_contiguous():
         raise TypeError("a weight is not dense")
-    return matrix.stored_rows.data_ptr(), OF_EXPERTS.index(matrix.kind)
+    return matrix.stored_rows.data_ptr(), NATIVE_DTYPES.index(matrix.kind)
 
 
 def cache(tensor: torch.Tensor, *expected_shape: int) -> int:

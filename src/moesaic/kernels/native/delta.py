@@ -29,17 +29,19 @@ def convolve(
     rows, taps = checks.rows_with_stride(rows, batch.batch.num_rows, states.sizes.channels), states.sizes.taps
     if not 2 <= taps <= MOST_TAPS:
         raise ValueError(f"taps: got {taps}; allowed: 2 to {MOST_TAPS}")
+    # The kernel mixes neighbouring channels in one vector, which is one load if a tap's channels are
+    # together.
     by_tap = weight.t().is_contiguous()
     checks.exact(weight.t() if by_tap else weight, *((taps, channels) if by_tap else (channels, taps)))
     pages, ring = states.page_tails, states.sizes.ring
     tails = [checks.exact(pages, len(pages), taps - 1, channels)]
     tails.append(checks.exact(states.tails, len(states.tails), ring, channels))
-    out = MEMORY.empty(n, channels)
+    output = MEMORY.empty(n, channels)
     _native.convolve(
         rows.data_ptr(), rows.stride(0), weight.data_ptr(), *((1, channels) if by_tap else (taps, 1)), *tails,
-        out.data_ptr(), n, channels, taps, ring, activate, *_sequences(batch),
+        output.data_ptr(), n, channels, taps, ring, activate, *_sequences(batch),
     )  # fmt: skip
-    return out
+    return output
 
 
 def delta(
@@ -57,15 +59,15 @@ def delta(
     sizes, n = states.sizes, batch.batch.num_rows
     mixed_rows = checks.rows_with_stride(mixed_rows, n, sizes.channels)
     gates = checks.rows_with_stride(gates, n, 2 * sizes.value_heads)
-    factors = [checks.exact(each, sizes.value_heads) for each in (decay, bias)]
-    held = _state_addresses(states, sizes)
-    out = MEMORY.empty(n, sizes.value_heads, sizes.value_width)
+    factors = [checks.exact(vector, sizes.value_heads) for vector in (decay, bias)]
+    state_addresses = _state_addresses(states, sizes)
+    output = MEMORY.empty(n, sizes.value_heads, sizes.value_width)
     _native.delta(
-        mixed_rows.data_ptr(), gates.data_ptr(), mixed_rows.stride(0), gates.stride(0), *factors, *held,
-        out.data_ptr(), n, sizes.key_heads, sizes.value_heads, sizes.key_width, sizes.value_width,
-        *_sequences(batch),
+        mixed_rows.data_ptr(), gates.data_ptr(), mixed_rows.stride(0), gates.stride(0), *factors,
+        *state_addresses, output.data_ptr(), n, sizes.key_heads, sizes.value_heads, sizes.key_width,
+        sizes.value_width, *_sequences(batch),
     )  # fmt: skip
-    return out
+    return output
 
 
 def _state_addresses(states: LayerStates, sizes: StateSizes) -> list[int]:
@@ -97,11 +99,11 @@ def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps
     """The norm of each head of rows [n, H, d], times silu(gate [n, H * d]). Returns [n, H * d]."""
     n, heads, width = checks.axes(rows, 3)
     rows, gate = checks.rows(rows), checks.rows_with_stride(gate, n, heads * width)
-    factors, out = checks.exact(weight, width), MEMORY.empty(n, heads * width)
+    factors, output = checks.exact(weight, width), MEMORY.empty(n, heads * width)
     _native.gated_norm(
-        rows.data_ptr(), factors, gate.data_ptr(), out.data_ptr(), n, heads, width, gate.stride(0), epsilon
+        rows.data_ptr(), factors, gate.data_ptr(), output.data_ptr(), n, heads, width, gate.stride(0), epsilon
     )
-    return out
+    return output
 
 
 def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -109,11 +111,11 @@ def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     n, heads, width = checks.axes(rows, 3)
     rows, gate = checks.rows(rows), checks.heads(gate)
     checks.shape(gate, n, heads, width)
-    out = MEMORY.empty(n, heads * width)
+    output = MEMORY.empty(n, heads * width)
     _native.sigmoid_times(
         rows.data_ptr(),
         gate.data_ptr(),
-        out.data_ptr(),
+        output.data_ptr(),
         n,
         heads,
         width,
@@ -121,15 +123,15 @@ def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         gate.stride(1),
         True,
     )
-    return out
+    return output
 
 
 def times(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Multiplies rows [n, w] by factors [n, w]. Returns [n, w]."""
     n, width = checks.axes(rows, 2)
     rows, factors = checks.rows(rows), checks.rows_with_stride(factors, n, width)
-    out = MEMORY.empty(n, width)
+    output = MEMORY.empty(n, width)
     _native.sigmoid_times(
-        rows.data_ptr(), factors.data_ptr(), out.data_ptr(), n, 1, width, factors.stride(0), width, False
+        rows.data_ptr(), factors.data_ptr(), output.data_ptr(), n, 1, width, factors.stride(0), width, False
     )
-    return out
+    return output

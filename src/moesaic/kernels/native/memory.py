@@ -30,6 +30,7 @@ class Arena:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Uninitialised memory. It is free again when no tensor uses it any more."""
         size = max(1, math.prod(shape) * dtype.itemsize)
+        # Powers of two: results of similar size can take each other's memory, at less than twice the bytes.
         size = 1 << (size - 1).bit_length()
         memory = self._free[size].pop() if self._free[size] else _allocate(size)
         view = memory[: math.prod(shape) * dtype.itemsize]
@@ -78,20 +79,20 @@ def reuse_memory() -> Generator[None]:
     library gives freed memory back to the system, its pages are faulted in again in each layer: norms
     and rotations of an offloaded prefill took 4 to 6 times as long. At the end only memory of live
     results is kept."""
-    ended: list[Bytes] = []
-    before, MEMORY.freed_memory = MEMORY.freed_memory, ended
+    freed_memory: list[Bytes] = []
+    previous, MEMORY.freed_memory = MEMORY.freed_memory, freed_memory
     try:
         yield
     finally:
-        MEMORY.freed_memory = before
-        ended.clear()
+        MEMORY.freed_memory = previous
+        freed_memory.clear()
 
 
 def _reuse_freed(size: int, freed_memory: list[Bytes]) -> Bytes:
     """The smallest freed memory that is large enough but not twice as large, else new memory. It returns to
     `freed_memory` when no tensor uses it any more."""
-    enough = [place for place, memory in enumerate(freed_memory) if size <= len(memory) < 2 * size]
-    best = min(enough, key=lambda place: len(freed_memory[place]), default=None)
+    candidates = [place for place, memory in enumerate(freed_memory) if size <= len(memory) < 2 * size]
+    best = min(candidates, key=lambda place: len(freed_memory[place]), default=None)
     memory = _allocate(size) if best is None else freed_memory.pop(best)
     view = memory[:size]
     weakref.finalize(view, freed_memory.append, memory)
@@ -99,6 +100,7 @@ def _reuse_freed(size: int, freed_memory: list[Bytes]) -> Bytes:
 
 
 def _allocate(size: int) -> Bytes:
+    # numpy aligns to 16 bytes only. A vector of AVX-512 that crosses a cache line takes two loads.
     memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moesaic.core.stored import OF_EXPERTS, expert_code, of_expert
+from moesaic.core.weight_types import NATIVE_DTYPES, expert_code, join_dtypes
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.cache import stored_width, width_of
 from moesaic.kernels.gating import Gating
@@ -25,12 +25,12 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None)
     """rows [n, i] times weight [o, i] transposed, plus bias [o] float32. Returns [n, o]."""
     n, k = checks.axes(rows, 2)
     rows, columns = checks.rows(rows), len(weight)
-    address, stored = checks.weight(weight, columns, k)
-    out = MEMORY.empty(n, columns)
+    address, dtype_code = checks.weight(weight, columns, k)
+    output = MEMORY.empty(n, columns)
     _native.linear1(
-        rows.data_ptr(), n, k, address, checks.exact(bias, columns), out.data_ptr(), columns, stored
+        rows.data_ptr(), n, k, address, checks.exact(bias, columns), output.data_ptr(), columns, dtype_code
     )
-    return out
+    return output
 
 
 def linears(
@@ -42,15 +42,16 @@ def linears(
     """
     n, k = checks.axes(rows, 2)
     counts = [len(weight) for weight in weights]
-    each = [checks.weight(weight, count, k) for weight, count in zip(weights, counts, strict=True)]
-    if len(weights) != 3 or len({stored == checks.NARROW for _, stored in each}) > 1:
+    addressed = [checks.weight(weight, count, k) for weight, count in zip(weights, counts, strict=True)]
+    # The compiled call takes three matrices, and one kind of them: all bf16, or none.
+    if len(weights) != 3 or len({dtype_code == checks.NARROW for _, dtype_code in addressed}) > 1:
         return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
     rows = checks.rows(rows)
-    added = [checks.exact(bias, count) for bias, count in zip(biases, counts, strict=True)]
+    bias_addresses = [checks.exact(bias, count) for bias, count in zip(biases, counts, strict=True)]
     outs = tuple(MEMORY.empty(n, count) for count in counts)
     _native.linear3(
-        rows.data_ptr(), n, k, *[address for address, _ in each], *added,
-        *[out.data_ptr() for out in outs], *counts, *[stored for _, stored in each],
+        rows.data_ptr(), n, k, *[address for address, _ in addressed], *bias_addresses,
+        *[output.data_ptr() for output in outs], *counts, *[dtype_code for _, dtype_code in addressed],
     )  # fmt: skip
     return outs
 
@@ -65,12 +66,12 @@ def head_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     columns = checks.axes(weight, 3)[2]
     if 1 not in weight.stride()[1:] or weight.shape[:2] != (heads, k) or weight.dtype not in checks.STORED:
         raise ValueError(f"weight {tuple(weight.shape)} {weight.dtype} does not fit rows {tuple(rows.shape)}")
-    out = MEMORY.empty(n, heads, columns)
+    output = MEMORY.empty(n, heads, columns)
     _native.head_linear(
-        rows.data_ptr(), rows.stride(0), rows.stride(1), weight.data_ptr(), *weight.stride(), out.data_ptr(),
-        n, heads, k, columns, weight.dtype is torch.float32,
+        rows.data_ptr(), rows.stride(0), rows.stride(1), weight.data_ptr(), *weight.stride(),
+        output.data_ptr(), n, heads, k, columns, weight.dtype is torch.float32,
     )  # fmt: skip
-    return out
+    return output
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -80,11 +81,11 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
         rows = rows.contiguous()
     width = checks.axes(rows, rows.dim())[-1]
     checks.exact(weight, width)
-    out = MEMORY.empty(*rows.shape)
+    output = MEMORY.empty(*rows.shape)
     n = rows.numel() // width
     stride = rows.stride(0) if rows.dim() == 2 else width
-    _native.norm(rows.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr(), n, width, stride, epsilon)
-    return out
+    _native.norm(rows.data_ptr(), 0, weight.data_ptr(), 0, output.data_ptr(), n, width, stride, epsilon)
+    return output
 
 
 def add_norm(
@@ -94,12 +95,12 @@ def add_norm(
     n, width = checks.axes(rows, 2)
     rows, addend = checks.rows(rows), checks.rows(addend, n, width)
     checks.exact(weight, width)
-    total, out = MEMORY.empty(n, width), MEMORY.empty(n, width)
+    total, output = MEMORY.empty(n, width), MEMORY.empty(n, width)
     _native.norm(
-        rows.data_ptr(), addend.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(),
+        rows.data_ptr(), addend.data_ptr(), weight.data_ptr(), total.data_ptr(), output.data_ptr(),
         n, width, width, epsilon,
     )  # fmt: skip
-    return total, out
+    return total, output
 
 
 def rope(
@@ -120,14 +121,14 @@ def rope(
     if 2 * half > width:
         raise ValueError(f"angles of {half} pairs; allowed: at most {width // 2} in heads of {width} numbers")
     angles = (len(cosine), half)
-    out = MEMORY.empty(n, heads, width)
+    output = MEMORY.empty(n, heads, width)
     _native.rope(
         rows.data_ptr(), rows.stride(0), rows.stride(1), checks.exact(norm, width), epsilon,
         checks.exact(cosine, *angles), checks.exact(sine, *angles),
-        checks.exact(positions, n, dtype=torch.int64), out.data_ptr(), n, heads, width, 2 * half,
+        checks.exact(positions, n, dtype=torch.int64), output.data_ptr(), n, heads, width, 2 * half,
         is_interleaved,
     )  # fmt: skip
-    return out
+    return output
 
 
 def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> torch.Tensor:
@@ -138,14 +139,14 @@ def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj:
     n, hidden = checks.axes(rows, 2)
     rows, width = checks.rows(rows), len(gate_proj)
     shapes = ((gate_proj, width, hidden), (up_proj, width, hidden), (down_proj, hidden, width))
-    addresses, types = zip(*(checks.weight(*one) for one in shapes), strict=True)
+    addresses, types = zip(*(checks.weight(*checked_shape) for checked_shape in shapes), strict=True)
     if types[0] != types[1] or (types[0] != types[2] and min(types) <= checks.WIDE):
         raise TypeError("gate, up and down differ in type")
     checks.axes(down_proj, 2)
-    out = MEMORY.empty(n, hidden)
-    stored = expert_code(of_expert(OF_EXPERTS[types[0]], OF_EXPERTS[types[2]]))
-    _native.gated_mlp(rows.data_ptr(), *addresses, out.data_ptr(), n, hidden, width, stored)
-    return out
+    output = MEMORY.empty(n, hidden)
+    dtype_code = expert_code(join_dtypes(NATIVE_DTYPES[types[0]], NATIVE_DTYPES[types[2]]))
+    _native.gated_mlp(rows.data_ptr(), *addresses, output.data_ptr(), n, hidden, width, dtype_code)
+    return output
 
 
 def gate(
@@ -155,18 +156,18 @@ def gate(
     n, hidden = checks.axes(rows, 2)
     rows, count = checks.rows(rows), len(weight)
     checks.exact(weight, count, hidden)
-    top_k, groups, kept = gating.top_k, gating.groups, gating.groups_kept
-    if groups < 1 or count % groups or not 1 <= top_k <= count // groups * min(kept, groups):
-        raise ValueError(f"{top_k} of {count} experts in {kept} of {groups} groups cannot be chosen")
+    top_k, groups, groups_kept = gating.top_k, gating.groups, gating.groups_kept
+    if groups < 1 or count % groups or not 1 <= top_k <= count // groups * min(groups_kept, groups):
+        raise ValueError(f"{top_k} of {count} experts in {groups_kept} of {groups} groups cannot be chosen")
     two_best = gating.group_scores == "two best"
-    if two_best and kept < groups and count // groups < 2:
+    if two_best and groups_kept < groups and count // groups < 2:
         raise ValueError(f"{count} experts in {groups} groups: a group lacks the two experts of its score")
     ids, weights = MEMORY.empty(n, top_k, dtype=torch.int64), MEMORY.empty(n, top_k)
-    added = checks.exact(bias, count)
-    biases = (0, added) if gating.bias_target == "products" else (added, 0)
+    bias_address = checks.exact(bias, count)
+    biases = (0, bias_address) if gating.bias_target == "products" else (bias_address, 0)
     _native.gate(
         rows.data_ptr(), weight.data_ptr(), *biases, ids.data_ptr(), weights.data_ptr(),
-        n, hidden, count, top_k, groups, kept, gating.scale, gating.sum_epsilon, gating.normalise,
+        n, hidden, count, top_k, groups, groups_kept, gating.scale, gating.sum_epsilon, gating.normalise,
         gating.scores == "sigmoid", two_best,
     )  # fmt: skip
     return ids, weights
@@ -214,18 +215,18 @@ def merge(
         top_k = checks.axes(rows, 3)[1]
         rows, weights = checks.rows(rows, n, top_k, width), checks.rows(weights, n, top_k)
     parts = [0 if part is None else part.data_ptr() for part in (dense, rows, weights)]
-    out = MEMORY.empty(n, width)
-    _native.merge(residual.data_ptr(), *parts, out.data_ptr(), n, top_k, width)
-    return out
+    output = MEMORY.empty(n, width)
+    _native.merge(residual.data_ptr(), *parts, output.data_ptr(), n, top_k, width)
+    return output
 
 
 def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
     """Looks up rows token_ids [n] of a table [V, h]. Returns [n, h] float32."""
-    n, width, (address, stored) = len(token_ids), checks.axes(table, 2)[1], checks.weight(table)
+    n, width, (address, dtype_code) = len(token_ids), checks.axes(table, 2)[1], checks.weight(table)
     ids = checks.exact(token_ids, n, dtype=torch.int64)
-    out = MEMORY.empty(n, width)
-    _native.embed(address, ids, out.data_ptr(), n, width, stored)
-    return out
+    output = MEMORY.empty(n, width)
+    _native.embed(address, ids, output.data_ptr(), n, width, dtype_code)
+    return output
 
 
 def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -233,12 +234,12 @@ def join(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     left, right = checks.heads(left), checks.heads(right)
     n, heads, width = left.shape
     checks.shape(right, n, heads, right.shape[2])
-    out = MEMORY.empty(n, heads, width + right.shape[2])
+    output = MEMORY.empty(n, heads, width + right.shape[2])
     _native.join(
-        left.data_ptr(), right.data_ptr(), out.data_ptr(), n, heads, width, right.shape[2],
+        left.data_ptr(), right.data_ptr(), output.data_ptr(), n, heads, width, right.shape[2],
         left.stride(0), left.stride(1), right.stride(0), right.stride(1),
     )  # fmt: skip
-    return out
+    return output
 
 
 def sigmoid_gate(rows: torch.Tensor, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -247,17 +248,17 @@ def sigmoid_gate(rows: torch.Tensor, weight: torch.Tensor, values: torch.Tensor)
     width = checks.axes(values, 2)[1]
     rows, values = checks.rows(rows), checks.rows(values, n, width)
     gate = checks.exact(weight, 1, hidden)
-    out = MEMORY.empty(n, width)
-    _native.sigmoid_gate(rows.data_ptr(), gate, values.data_ptr(), out.data_ptr(), n, hidden, width)
-    return out
+    output = MEMORY.empty(n, width)
+    _native.sigmoid_gate(rows.data_ptr(), gate, values.data_ptr(), output.data_ptr(), n, hidden, width)
+    return output
 
 
 def clip(rows: torch.Tensor, limit: float) -> torch.Tensor:
     """Limits every number of rows [n, w] to -limit .. limit. NaN stays NaN."""
     n, width = checks.axes(rows, 2)
-    rows, out = checks.rows(rows), MEMORY.empty(n, width)
-    _native.clip(rows.data_ptr(), out.data_ptr(), n, width, limit)
-    return out
+    rows, output = checks.rows(rows), MEMORY.empty(n, width)
+    _native.clip(rows.data_ptr(), output.data_ptr(), n, width, limit)
+    return output
 
 
 def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, masks: torch.Tensor) -> None:
@@ -266,6 +267,7 @@ def mask_tokens(logits: torch.Tensor, lines: torch.Tensor, masks: torch.Tensor) 
     n = len(lines)
     places, words = checks.exact(lines, n, dtype=torch.int64), (width + 31) // 32
     bits = checks.exact(masks, n, words, dtype=torch.int32)
+    # The compiled module writes to addresses without a check of its own.
     if n and not 0 <= int(lines.min()) <= int(lines.max()) < rows:
         raise ValueError(f"lines: got {lines.tolist()}; allowed: 0 to {rows - 1}")
     _native.mask_tokens(checks.exact(logits, rows, width), places, bits, n, width)
@@ -295,6 +297,7 @@ def paged_attention(
     n, heads, _ = checks.axes(query, 3)
     key_width, item = width_of(keys), checks.cache(keys)
     query = checks.rows(query, batch.batch.num_rows, heads, key_width)
+    # Values at the address of the keys are a part of them. int8 rows cannot be: each has its own scale.
     if values is not None and values.data_ptr() == keys.data_ptr() and item > 1:
         value_width = values.shape[-1] if value_width is None else value_width
         values = None
@@ -302,13 +305,13 @@ def paged_attention(
     if heads % kv_heads or block_size != batch.block_size or (values is None and width > key_width):
         raise ValueError(f"query {tuple(query.shape)} and keys {tuple(keys.shape)} do not fit")
     if values is not None:
-        stored = (blocks, block_size, kv_heads, stored_width(width, keys.dtype))
-        if checks.cache(values, *stored) != item:
+        values_shape = (blocks, block_size, kv_heads, stored_width(width, keys.dtype))
+        if checks.cache(values, *values_shape) != item:
             raise TypeError("keys and values differ in type")
-    out = MEMORY.empty(n, heads, width)
+    output = MEMORY.empty(n, heads, width)
     _native.attention(
         query.data_ptr(), keys.data_ptr(), 0 if values is None else values.data_ptr(),
-        checks.exact(sinks, heads), *batch.addresses, out.data_ptr(), n, *batch.sizes, heads, kv_heads,
+        checks.exact(sinks, heads), *batch.addresses, output.data_ptr(), n, *batch.sizes, heads, kv_heads,
         key_width, width, sliding_window or 0, scale, item,
     )  # fmt: skip
-    return out
+    return output

@@ -35,8 +35,8 @@ def set_threads(threads: int, pin: bool) -> None:
     try:
         _native.set_threads(threads, pin)
     except (OSError, MemoryError) as error:
-        allowed = f"as many as this system can start: {error}"
-        raise ConfigError.field("--threads", threads, allowed) from error
+        allowed_threads = f"as many as this system can start: {error}"
+        raise ConfigError.field("--threads", threads, allowed_threads) from error
 
 
 Addresses = npt.NDArray[np.uint64]
@@ -47,7 +47,7 @@ Part = tuple[FloatRows, IntArray, IntArray, FloatRows, IntArray]
 def numbers(activation: Activation) -> tuple[float, float, float]:
     """An activation as the compiled module takes it: alpha, added, limit."""
     limit = float("inf") if activation.limit is None else activation.limit
-    return activation.alpha, activation.added, limit
+    return activation.alpha, activation.up_offset, limit
 
 
 def experts(
@@ -85,10 +85,10 @@ def own_pool(threads: int, cpus: Sequence[int] = ()) -> None:
     """
     if threads < 1:
         raise ConfigError.field("threads", threads, "1 or more")
-    allowed = _native.cpus()
+    allowed_threads = _native.cpus()
     for cpu in cpus:
-        if cpu not in allowed:
-            raise ConfigError.field("cpus", cpu, ", ".join(map(str, allowed)))
+        if cpu not in allowed_threads:
+            raise ConfigError.field("cpus", cpu, ", ".join(map(str, allowed_threads)))
     _native.own_pool(threads, list(cpus))
 
 

@@ -27,9 +27,9 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        made = list(_tensors((answer,)))
-        looked_at = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
-        views = made and all(tensor.untyped_storage().data_ptr() in looked_at for tensor in made)
+        results = list(_tensors((answer,)))
+        input_storages = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
+        views = results and all(tensor.untyped_storage().data_ptr() in input_storages for tensor in results)
         if (not views or function._schema.is_mutable) and name not in ("empty", "new_empty", "detach_"):
             raise RuntimeError(f"torch's {name} cannot be part of a recorded step")
         return answer
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class Recording(Generic[Result]):
-    """One recorded step."""
+    """A recorded step: its operations, and the memory that they read and write."""
 
     def __init__(
         self, step: Callable[[], Result], arena: Arena, expert_rows: torch.Tensor | None = None
@@ -65,6 +65,7 @@ class Recording(Generic[Result]):
                 self.result = step()
         finally:
             _native.stop()
+            # The tape has only addresses. These references keep the memory there alive.
             self._kept_tensors = MEMORY.kept_tensors
             MEMORY.arena, MEMORY.kept_tensors = None, []
 
@@ -73,6 +74,7 @@ class Recording(Generic[Result]):
         expert_rows: rows of experts in place of those of the recording, of the same shape; they may be
         anywhere."""
         absent = self._tape.run(_address(expert_rows))
+        # The tape checks expert ids as it runs, since a gate inside of it chose them.
         if absent != _native.ALL_HELD:
             raise KeyError("a routed expert is not held here")
         return self.result

@@ -50,8 +50,8 @@ def paged_attention(
         attention_mask = position < group.lengths[:, None]
         if sliding_window is not None:
             attention_mask &= position >= group.lengths[:, None] - sliding_window
-        for cached in (key, value):  # other requests' rows, which may be NaN: 0 * NaN is NaN
-            cached.masked_fill_(~attention_mask[:, :, None, None], 0.0)
+        for cache_rows in (key, value):  # other requests' rows, which may be NaN: 0 * NaN is NaN
+            cache_rows.masked_fill_(~attention_mask[:, :, None, None], 0.0)
         rows = query[group.rows].view(len(key), key.shape[2], -1, query.shape[2])
         output[group.rows] = _attend(rows, key, value, attention_mask[:, None], scale, sinks).flatten(1, 2)
     for chunk in batch.chunks:
@@ -104,9 +104,10 @@ def _attend(
         scores.masked_fill_(~attention_mask[:, None], float("-inf"))
     if sinks is None:
         return torch.matmul(scores.softmax(-1), value)
+    # A sink is one more score in the softmax whose value is zero, so its column is dropped afterwards.
     of_heads = sinks.view(key.shape[1], -1)
-    beside = of_heads.repeat_interleave(scores.shape[2] // of_heads.shape[1], 1)[None, :, :, None]
-    probs = torch.cat((scores, beside.expand(len(scores), -1, -1, -1)), -1).softmax(-1)
+    sink_scores = of_heads.repeat_interleave(scores.shape[2] // of_heads.shape[1], 1)[None, :, :, None]
+    probs = torch.cat((scores, sink_scores.expand(len(scores), -1, -1, -1)), -1).softmax(-1)
     return torch.matmul(probs[..., :-1], value)
 
 
@@ -123,15 +124,16 @@ def _chunk(
     """Computes one chunk's rows into `output`, some rows at a time so that memory stays bounded."""
     block_size = keys.shape[1]
     begin = 0 if window is None else max(0, chunk.first - window + 1)
-    skipped = begin // block_size
-    key, value = _gather(keys, values, chunk.blocks[None, skipped:], output.shape[2])
-    seen_by_first = slice(begin - skipped * block_size, chunk.length - skipped * block_size)
+    skipped_blocks = begin // block_size
+    key, value = _gather(keys, values, chunk.blocks[None, skipped_blocks:], output.shape[2])
+    seen_by_first = slice(begin - skipped_blocks * block_size, chunk.length - skipped_blocks * block_size)
     key, value = key[:, seen_by_first], value[:, seen_by_first]
     groups = query.shape[1] // keys.shape[2]
     if chunk.stop - chunk.start == 1:
         rows = query[chunk.start].view(1, keys.shape[2], groups, -1)
         output[chunk.start] = _attend(rows, key, value, None, scale, sinks).flatten(0, 2)
         return
+    # Rows up to `stop` never attend beyond it, so short steps also skip most of the masked half.
     step = max(1, min(STEP_ROWS, SCORE_NUMBERS // (key.shape[1] * groups)))
     for start in range(chunk.start, chunk.stop, step):
         stop = min(start + step, chunk.stop)
@@ -160,7 +162,8 @@ def attention_plain(
     value_width: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As paged_attention, row by row and head by head. It is slow and simple, to test the fast form."""
+    """Computes what paged_attention computes, row by row and head by head. It is slow, and tests the fast
+    form."""
     width = value_width if value_width is not None else width_of(keys if values is None else values)
     output = torch.empty(query.shape[0], query.shape[1], width)
     flat = [
@@ -177,9 +180,9 @@ def attention_plain(
         key = decode(keys[blocks].flatten(0, 1)[first:length])
         value = key[..., :width] if values is None else decode(values[blocks].flatten(0, 1)[first:length])
         for head in range(query.shape[1]):
-            shared = head * keys.shape[2] // query.shape[1]
-            scores = (key[:, shared] @ query[row, head]) * scale
+            kv_head = head * keys.shape[2] // query.shape[1]
+            scores = (key[:, kv_head] @ query[row, head]) * scale
             if sinks is not None:
                 scores = torch.cat((scores, sinks[head : head + 1]))
-            output[row, head] = scores.softmax(0)[: len(key)] @ value[:, shared]
+            output[row, head] = scores.softmax(0)[: len(key)] @ value[:, kv_head]
     return output

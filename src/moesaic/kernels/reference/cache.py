@@ -18,6 +18,7 @@ def encode(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     peak = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(peak < LEAST_PEAK, 0.0, peak / LEVELS)
     scale.masked_fill_(~peak.isfinite(), torch.nan)
+    # A NaN scale fails the comparison too. Its row gets zeros, and the scale alone makes it NaN.
     integers = torch.where(scale > 0, rows / scale, 0.0).round()
     return torch.cat((integers.to(torch.int8), scale.view(torch.int8)), dim=-1)
 

@@ -24,23 +24,27 @@ def convolve(
     weight: [C, taps] float32, the last tap for the row itself. activate: whether silu is applied then.
     Changes the tails in `states`. Returns [n, C].
     """
-    out, kept = torch.empty_like(rows), weight.shape[1] - 1
+    output, num_earlier = torch.empty_like(rows), weight.shape[1] - 1
     for part in state_rows(batch.batch):
         count = part.stop - part.start
         begin = part.first // CHUNK * CHUNK
         ring, seat = states.sizes.ring, states.tails[part.seat]
-        places = torch.arange(part.first - kept, part.first + count, device=rows.device) % ring
-        before = states.page_tails[part.page(begin)] if part.first == begin else seat[places[:kept]]
-        joined = torch.cat((before, rows[part.start : part.stop]))
-        mixed = joined[:count] * weight[:, 0]
+        places = torch.arange(part.first - num_earlier, part.first + count, device=rows.device) % ring
+        earlier_inputs = (
+            states.page_tails[part.page(begin)] if part.first == begin else seat[places[:num_earlier]]
+        )
+        inputs = torch.cat((earlier_inputs, rows[part.start : part.stop]))
+        mixed_rows = inputs[:count] * weight[:, 0]
         for tap in range(1, weight.shape[1]):
-            mixed.addcmul_(joined[tap : tap + count], weight[:, tap])
-        out[part.start : part.stop] = functional.silu(mixed) if activate else mixed
-        seat[places[-ring:]] = joined[-ring:]
+            mixed_rows.addcmul_(inputs[tap : tap + count], weight[:, tap])
+        output[part.start : part.stop] = functional.silu(mixed_rows) if activate else mixed_rows
+        seat[places[-ring:]] = inputs[-ring:]
         if begin + CHUNK <= part.first + count:
-            passed = (part.first + count) // CHUNK * CHUNK - part.first  # rows up to the last multiple
-            states.page_tails[part.write_page] = joined[passed : passed + kept]
-    return out
+            completed_rows = (
+                part.first + count
+            ) // CHUNK * CHUNK - part.first  # rows up to the last multiple
+            states.page_tails[part.write_page] = inputs[completed_rows : completed_rows + num_earlier]
+    return output
 
 
 def delta(
@@ -65,16 +69,16 @@ def delta(
     value = value.view(-1, sizes.value_heads, sizes.value_width)
     beta, alpha = gates.view(-1, 2, sizes.value_heads).unbind(1)
     beta, logs = beta.sigmoid(), decay * functional.softplus(alpha + bias)
-    out = torch.empty_like(value)
+    output = torch.empty_like(value)
     for part in state_rows(batch.batch):
         row, position = part.start, part.first
         while row < part.stop:
             begin = position // CHUNK * CHUNK
             stop = min(part.stop, row + begin + CHUNK - position)
-            inputs = [each[row:stop] for each in (query, key, value, beta, logs)]
-            out[row:stop] = _chunk(inputs, states, part, begin, position - begin)
+            inputs = [tensor[row:stop] for tensor in (query, key, value, beta, logs)]
+            output[row:stop] = _chunk(inputs, states, part, begin, position - begin)
             row, position = stop, position + stop - row
-    return out
+    return output
 
 
 def _normalize(heads: torch.Tensor) -> torch.Tensor:
@@ -90,32 +94,39 @@ def _chunk(
     inputs: query, key, value, beta and the logarithm of alpha of these rows.
     """
     query, key, value, beta, logs = inputs
-    shared = states.sizes.value_heads // states.sizes.key_heads
+    heads_per_key = states.sizes.value_heads // states.sizes.key_heads
     matrix = states.pages[part.page(begin)]
-    keys, updates, decays = (each[part.seat] for each in (states.keys, states.updates, states.decays))
-    out = torch.empty_like(value)
+    keys, updates, decays = (tensor[part.seat] for tensor in (states.keys, states.updates, states.decays))
+    output = torch.empty_like(value)
     for row in range(len(query)):
-        here = index + row
-        keys[:, here] = key[row]
-        decays[:, here] = logs[row] if here == 0 else decays[:, here - 1] + logs[row]
-        since = decays[:, here, None]
-        faded = torch.exp(since - decays[:, : here + 1])
+        place = index + row
+        # The sum of the logarithms is stored, since products of many decays would underflow.
+        keys[:, place] = key[row]
+        decays[:, place] = logs[row] if place == 0 else decays[:, place - 1] + logs[row]
+        log_decay = decays[:, place, None]
+        fade = torch.exp(log_decay - decays[:, : place + 1])
         of_key, of_query = (
-            (torch.einsum("hid,hd->hi", keys[:, : here + 1], each[row])).repeat_interleave(shared, 0) * faded
-            for each in (key, query)
+            (torch.einsum("hid,hd->hi", keys[:, : place + 1], tensor[row])).repeat_interleave(
+                heads_per_key, 0
+            )
+            * fade
+            for tensor in (key, query)
         )
-        old = torch.exp(since)
-        k, q = (each[row].repeat_interleave(shared, 0) for each in (key, query))
-        predicted = old * torch.einsum("hkv,hk->hv", matrix, k)
-        predicted += torch.einsum("hi,hiv->hv", of_key[:, :here], updates[:, :here])
-        updates[:, here] = beta[row, :, None] * (value[row] - predicted)
-        out[row] = old * torch.einsum("hkv,hk->hv", matrix, q)
-        out[row] += torch.einsum("hi,hiv->hv", of_query, updates[:, : here + 1])
+        old = torch.exp(log_decay)
+        k, q = (tensor[row].repeat_interleave(heads_per_key, 0) for tensor in (key, query))
+        prediction = old * torch.einsum("hkv,hk->hv", matrix, k)
+        prediction += torch.einsum("hi,hiv->hv", of_key[:, :place], updates[:, :place])
+        updates[:, place] = beta[row, :, None] * (value[row] - prediction)
+        output[row] = old * torch.einsum("hkv,hk->hv", matrix, q)
+        output[row] += torch.einsum("hi,hiv->hv", of_query, updates[:, : place + 1])
+    # Only a multiple of CHUNK gets a new matrix. So a row's arithmetic does not depend on the chunks before.
     if index + len(query) == CHUNK:
-        faded = torch.exp(decays[:, -1:] - decays)
-        added = torch.einsum("hik,hiv->hkv", keys.repeat_interleave(shared, 0) * faded[:, :, None], updates)
-        states.pages[part.write_page] = torch.exp(decays[:, -1, None, None]) * matrix + added
-    return out
+        fade = torch.exp(decays[:, -1:] - decays)
+        update = torch.einsum(
+            "hik,hiv->hkv", keys.repeat_interleave(heads_per_key, 0) * fade[:, :, None], updates
+        )
+        states.pages[part.write_page] = torch.exp(decays[:, -1, None, None]) * matrix + update
+    return output
 
 
 def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:

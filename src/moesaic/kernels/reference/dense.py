@@ -73,15 +73,19 @@ def rope(
     """
     if norm is not None:
         rows = rms_norm(rows, norm, epsilon)
-    rows, rest = rows.tensor_split([2 * cosine.shape[1]], dim=-1)
+    rows, plain_numbers = rows.tensor_split([2 * cosine.shape[1]], dim=-1)
     cosine, sine = cosine[positions, None], sine[positions, None]
     if is_interleaved:
         first, second = rows[..., 0::2], rows[..., 1::2]
     else:
         first, second = rows.chunk(2, dim=-1)
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    answer = torch.stack(turned, dim=-1).flatten(-2) if is_interleaved else torch.cat(turned, dim=-1)
-    return torch.cat((answer, rest), dim=-1) if rest.shape[-1] else answer
+    rotated_halves = (first * cosine - second * sine, second * cosine + first * sine)
+    answer = (
+        torch.stack(rotated_halves, dim=-1).flatten(-2)
+        if is_interleaved
+        else torch.cat(rotated_halves, dim=-1)
+    )
+    return torch.cat((answer, plain_numbers), dim=-1) if plain_numbers.shape[-1] else answer
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:

@@ -58,10 +58,10 @@ R1 have so many."""
 
 @dataclass(frozen=True)
 class Architecture:
-    """One value of general.architecture."""
+    """How files with one value of general.architecture are read."""
 
     config: Callable[[Metadata, HasTensor], Config]
-    """Its part of config.json. The rest is read by `common`."""
+    """Returns this architecture's part of config.json. `read_common` reads the rest."""
     names: Names = DEFAULT_NAMES
     has_permuted_heads: bool = False
     """Whether the converter changed the order of the rows of queries and keys: numbers that are rotated as a
@@ -89,14 +89,16 @@ def _qwen3(meta: Metadata, has_tensor: HasTensor) -> Config:
 
 def _qwen2(meta: Metadata, has_tensor: HasTensor) -> Config:
     require_one_group(meta)
-    shared = meta.maybe_integer("expert_shared_feed_forward_length")
+    shared_width = meta.maybe_integer("expert_shared_feed_forward_length")
     return {
         "model_type": "qwen2_moe",
         **read_grouped_query(meta),
         "num_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("feed_forward_length"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": meta.integer("feed_forward_length") if shared is None else shared,
+        "shared_expert_intermediate_size": meta.integer("feed_forward_length")
+        if shared_width is None
+        else shared_width,
         "norm_topk_prob": meta.flag("expert_weights_norm", False),
         "qkv_bias": has_tensor("attn_q.bias"),
     }
@@ -105,20 +107,26 @@ def _qwen2(meta: Metadata, has_tensor: HasTensor) -> Config:
 def _linear(meta: Metadata) -> Config:
     """What Qwen3-Next and Qwen3.5 have in common: linear attention, gated attention, a shared expert."""
     require_one_group(meta)
-    rotated, heads = meta.integer("rope.dimension_count"), meta.integer("ssm.time_step_rank")
+    rotated_width, heads = meta.integer("rope.dimension_count"), meta.integer("ssm.time_step_rank")
     inner, layers = meta.integer("ssm.inner_size"), meta.integer("block_count")
     if not heads or inner % heads:
         raise meta.make_error("ssm.inner_size", inner, f"a multiple of {heads} value heads")
-    every, attention = max(meta.integer("full_attention_interval", 4), 1), read_grouped_query(meta, rotated)
-    recurrent = meta.raw("attention.recurrent_layers", [(at + 1) % every > 0 for at in range(layers)])
+    step, attention = (
+        max(meta.integer("full_attention_interval", 4), 1),
+        read_grouped_query(meta, rotated_width),
+    )
+    recurrent = meta.raw("attention.recurrent_layers", [(layer + 1) % step > 0 for layer in range(layers)])
     if not isinstance(recurrent, list) or len(recurrent) != layers:
         raise meta.make_error("attention.recurrent_layers", recurrent, f"a list of {layers} layers")
     kinds = ["linear_attention" if linear else "full_attention" for linear in recurrent]
-    dense, shared = meta.integer("feed_forward_length", 0), meta.integer("expert_shared_feed_forward_length")
+    dense, shared_width = (
+        meta.integer("feed_forward_length", 0),
+        meta.integer("expert_shared_feed_forward_length"),
+    )
     return {
         **attention,
         **({"intermediate_size": dense} if dense else {}),
-        "partial_rotary_factor": rotated / max(attention["head_dim"], 1),
+        "partial_rotary_factor": rotated_width / max(attention["head_dim"], 1),
         "linear_num_key_heads": meta.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
         "linear_key_head_dim": meta.integer("ssm.state_size"),
@@ -127,13 +135,13 @@ def _linear(meta: Metadata) -> Config:
         "layer_types": kinds[: layers - meta.integer("nextn_predict_layers", 0)],
         "num_experts": meta.integer("expert_count"),
         "moe_intermediate_size": meta.integer("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": shared,
+        "shared_expert_intermediate_size": shared_width,
     }
 
 
 def _qwen3_next(meta: Metadata, has_tensor: HasTensor) -> Config:
-    found = {"model_type": "qwen3_next", **_linear(meta), "attention_bias": has_tensor("attn_q.bias")}
-    return found | {"norm_topk_prob": meta.flag("expert_weights_norm", True)}
+    config = {"model_type": "qwen3_next", **_linear(meta), "attention_bias": has_tensor("attn_q.bias")}
+    return config | {"norm_topk_prob": meta.flag("expert_weights_norm", True)}
 
 
 def _qwen3_5(meta: Metadata, has_tensor: HasTensor) -> Config:
@@ -188,7 +196,10 @@ def _deepseek(meta: Metadata, has_tensor: HasTensor) -> Config:
     sigmoid = (
         meta.integer("expert_gating_func", SIGMOID if has_tensor("exp_probs_b.bias") else SOFTMAX) == SIGMOID
     )
-    rotated, log = meta.integer("rope.dimension_count"), meta.maybe_number("rope.scaling.yarn_log_multiplier")
+    rotated_width, log = (
+        meta.integer("rope.dimension_count"),
+        meta.maybe_number("rope.scaling.yarn_log_multiplier"),
+    )
     scale = {} if not log else {name: round(10 * log, 7) for name in ("mscale", "mscale_all_dim")}
     key, value = meta.integer("attention.key_length"), meta.integer("attention.value_length")
     key = meta.integer("attention.key_length_mla", key)
@@ -197,8 +208,8 @@ def _deepseek(meta: Metadata, has_tensor: HasTensor) -> Config:
         "num_key_value_heads": meta.integer("attention.head_count"),  # each has keys made of the latent
         "q_lora_rank": meta.maybe_integer("attention.q_lora_rank"),
         "kv_lora_rank": meta.integer("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": key - rotated,
+        "qk_rope_head_dim": rotated_width,
+        "qk_nope_head_dim": key - rotated_width,
         "v_head_dim": meta.integer("attention.value_length_mla", value),
         **read_rope(meta, None, **scale),
     }
@@ -207,8 +218,8 @@ def _deepseek(meta: Metadata, has_tensor: HasTensor) -> Config:
         return {"model_type": "deepseek_v3", **attention, **read_corrected_gate(meta, *usual)}
     meta.require_value("expert_gating_func", SOFTMAX)
     groups = meta.integer("expert_group_count", 1)
-    kept = meta.integer("expert_group_used_count", 1)
-    limited = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": kept}
+    groups_kept = meta.integer("expert_group_used_count", 1)
+    group_keys = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": groups_kept}
     return {
         "model_type": "deepseek_v2",
         **attention,
@@ -219,19 +230,19 @@ def _deepseek(meta: Metadata, has_tensor: HasTensor) -> Config:
         "first_k_dense_replace": meta.integer("leading_dense_block_count", 0),
         "norm_topk_prob": meta.flag("expert_weights_norm", False),
         "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
-        **(limited if groups > 1 else {"topk_method": "greedy"}),
+        **(group_keys if groups > 1 else {"topk_method": "greedy"}),
     }
 
 
 def _glm4(meta: Metadata, has_tensor: HasTensor) -> Config:
-    rotated = meta.integer("rope.dimension_count")
-    heads = read_grouped_query(meta, rotated)
+    rotated_width = meta.integer("rope.dimension_count")
+    heads = read_grouped_query(meta, rotated_width)
     return {
         "model_type": "glm4_moe",
         **heads,
         **read_corrected_gate(meta),
         "norm_topk_prob": meta.flag("expert_weights_norm", True),
-        "partial_rotary_factor": rotated / max(heads["head_dim"], 1),
+        "partial_rotary_factor": rotated_width / max(heads["head_dim"], 1),
         "use_qk_norm": has_tensor("attn_q_norm.weight"),
         "attention_bias": has_tensor("attn_q.bias"),
     }
@@ -268,13 +279,13 @@ def _minimax(meta: Metadata, has_tensor: HasTensor) -> Config:
     meta.require_value("expert_weights_norm", True)
     meta.require_value("expert_weights_scale", 1.0, 0.0)
     meta.raw("feed_forward_length", None)  # that of experts again
-    rotated = meta.integer("rope.dimension_count")
+    rotated_width = meta.integer("rope.dimension_count")
     return {
         "model_type": "minimax_m2",
-        **read_grouped_query(meta, rotated),
+        **read_grouped_query(meta, rotated_width),
         "num_local_experts": meta.integer("expert_count"),
         "intermediate_size": meta.integer("expert_feed_forward_length"),
-        "rotary_dim": rotated,
+        "rotary_dim": rotated_width,
     }
 
 

@@ -77,15 +77,15 @@ def _half(blocks: Bytes, offset: int) -> Floats:
 def _unpack_16(packed_codes: Bytes) -> Bytes:
     """Codes of four bits of bytes [n, m]: first the low halves of 16 bytes, then their high halves."""
     parts = packed_codes.reshape(len(packed_codes), -1, 1, 16)
-    found: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
-    return found.reshape(len(packed_codes), -1)
+    codes: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
+    return codes.reshape(len(packed_codes), -1)
 
 
 def _fifth_bits(blocks: Bytes, offset: int) -> Bytes:
     """Bit i of the 32-bit word at byte `offset` of each block, as 16 or 0, in column i."""
     bits = np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little")
-    found: Bytes = bits << np.uint8(4)
-    return found
+    fifth_bits: Bytes = bits << np.uint8(4)
+    return fifth_bits
 
 
 def _q8_0(blocks: Bytes) -> Parts:
@@ -102,6 +102,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 
 def _q5_0(blocks: Bytes) -> Parts:
     codes = _unpack_16(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    # Q5_0 has the numbers -16 to 15 as codes 0 to 31.
     return (codes.view(np.int8) - np.int8(16)).view(np.uint8), _half(blocks, 0), None
 
 
@@ -123,6 +124,7 @@ def _iq4_xs(blocks: Bytes) -> Parts:
 
 
 def _mxfp4(blocks: Bytes) -> Parts:
+    # Exponent 255 stands for NaN. Its scale is NaN here, and such a matrix is refused.
     exponents = blocks[:, :1]
     number = exponents != 255
     powers = np.ldexp(np.float32(1), np.where(number, exponents, 127).astype(np.int32) - 127)
@@ -131,8 +133,8 @@ def _mxfp4(blocks: Bytes) -> Parts:
 
 def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     """Scale and offset of each 32 numbers of Q4_K and Q5_K, [n, 8]: six bits times a number of the block."""
-    packed: Any = blocks[:, 4:16].reshape(-1, 3, 4)
-    low, middle, high = packed[:, 0], packed[:, 1], packed[:, 2]
+    packed_bits: Any = blocks[:, 4:16].reshape(-1, 3, 4)
+    low, middle, high = packed_bits[:, 0], packed_bits[:, 1], packed_bits[:, 2]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], axis=1)
     return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
@@ -141,8 +143,8 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
 def _unpack_32(packed_codes: Bytes) -> Bytes:
     """Codes of four bits of bytes [n, m]: first the low halves of 32 bytes, then their high halves."""
     parts = packed_codes.reshape(len(packed_codes), -1, 1, 32)
-    found: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
-    return found.reshape(len(packed_codes), -1)
+    codes: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
+    return codes.reshape(len(packed_codes), -1)
 
 
 def _q4_k(blocks: Bytes) -> Parts:
@@ -161,6 +163,7 @@ def _q6_k(blocks: Bytes) -> Parts:
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     codes = low | (high >> shifts & np.uint8(3)).reshape(len(blocks), -1) << np.uint8(4)
     scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    # Q6_K has the numbers -32 to 31 as codes 0 to 63.
     return (codes.view(np.int8) - np.int8(32)).view(np.uint8), scales, None
 
 

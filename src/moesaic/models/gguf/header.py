@@ -39,13 +39,13 @@ class Tensor:
     """A tensor of a file."""
 
     kind: str
-    """Its type: one of blocks.ALLOWED."""
+    """The type of the tensor: one of blocks.ALLOWED."""
     shape: tuple[int, ...]
     """The last axis is a row."""
     offset: int
-    """Of its first byte in the file."""
+    """Offset of the tensor's first byte in the file."""
     size: int
-    """In bytes."""
+    """Size of the tensor in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Header:
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    """By the names in the file."""
+    """The tensors by their names in the file."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -74,50 +74,53 @@ def is_gguf(path: Path) -> bool:
 
 def files(path: Path) -> list[Path]:
     """The files of the model whose first file is `path`. Raises CheckpointError if some are missing."""
-    found = SPLIT.fullmatch(path.name)
-    if found is None:
+    match = SPLIT.fullmatch(path.name)
+    if match is None:
         return [path]
-    name, number, count = found.groups()
+    name, number, count = match.groups()
     if int(number) != 1:
         raise CheckpointError(
             f"{path}: got part {int(number)}; allowed: the first, {name}-00001-of-{count}{SUFFIX}"
         )
-    every = [path.with_name(f"{name}-{each:05}-of-{count}{SUFFIX}") for each in range(1, int(count) + 1)]
-    missing = next((each for each in every if not each.is_file()), None)
+    paths = [
+        path.with_name(f"{name}-{path_number:05}-of-{count}{SUFFIX}")
+        for path_number in range(1, int(count) + 1)
+    ]
+    missing = next((path_number for path_number in paths if not path_number.is_file()), None)
     if missing is not None:
         raise CheckpointError(
             f"{missing}: this file is missing, one of {int(count)} that the model is split over"
         )
-    return every
+    return paths
 
 
 def read(file: Path) -> Header:
     """Reads the header of one file. Raises CheckpointError in one line for a file that is damaged."""
     try:
-        found = file.stat()
-        return _read(file, found.st_ino, found.st_size, found.st_mtime_ns)
+        status = file.stat()
+        return _read(file, status.st_ino, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
 
 
 def read_texts(file: Path, texts: Texts) -> list[str]:
     """Reads a list of texts. Raises CheckpointError for one that is not UTF-8."""
-    data, found, at = _bytes(file, texts.begin, texts.end), [], 0
+    data, strings, offset = _bytes(file, texts.begin, texts.end), [], 0
     try:
         for _ in range(texts.count):
-            size = int.from_bytes(data[at : at + 8], "little")
-            found.append(data[at + 8 : at + 8 + size].decode())
-            at += 8 + size
+            size = int.from_bytes(data[offset : offset + 8], "little")
+            strings.append(data[offset + 8 : offset + 8 + size].decode())
+            offset += 8 + size
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file}: {_DAMAGED}: a text that is not UTF-8 in a list of texts") from error
-    return found
+    return strings
 
 
 def _bytes(file: Path, begin: int, end: int) -> bytes:
     try:
-        with file.open("rb") as opened:
-            opened.seek(begin)
-            data = opened.read(end - begin)
+        with file.open("rb") as stream:
+            stream.seek(begin)
+            data = stream.read(end - begin)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
     if len(data) < end - begin:
@@ -139,14 +142,15 @@ def length(beginning: bytes, size: int) -> int:
     return cursor.offset
 
 
+# The stamp is a part of the cache's key, so that a file that was written again is read again.
 @lru_cache(maxsize=64)
 def _read(file: Path, *_stamp: int) -> Header:
-    with file.open("rb") as opened:
+    with file.open("rb") as stream:
         if not file.stat().st_size:
             raise CheckpointError(f"{file}: not a GGUF file (it is empty)")
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
             try:
-                return _header(_Cursor(mapped, len(mapped)))
+                return _header(_Cursor(mapping, len(mapping)))
             except (struct.error, ValueError) as error:
                 raise CheckpointError(f"{file}: {error}") from error
 
@@ -172,36 +176,37 @@ class _Cursor:
             raise ValueError(f"{_DAMAGED}: {size} bytes at {self.offset} of {self.size}")
         if size > len(self.data) - self.offset:
             raise _Longer(self.offset + size)
-        found = self.data[self.offset : self.offset + size]
+        data = self.data[self.offset : self.offset + size]
         self.offset += size
-        return found
+        return data
 
     def number(self, letter: str) -> Any:
         return struct.unpack(f"<{letter}", self.take(struct.calcsize(f"<{letter}")))[0]
 
     def text(self) -> str:
-        found = self.take(self.number("Q"))
+        data = self.take(self.number("Q"))
         try:
-            return found.decode()
+            return data.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{_DAMAGED}: a text that is not UTF-8 before byte {self.offset}") from error
 
     def texts(self, count: int) -> Texts:
         """Skips that many texts."""
-        begin, at, here = self.offset, self.offset, len(self.data)
+        begin, offset, available = self.offset, self.offset, len(self.data)
+        # A text takes eight bytes or more. A damaged file may name any count, over which nothing should loop.
         if 8 * count > self.size - begin:
             raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {self.size}")
         for _ in range(count):
-            end = at + 8
-            if end <= here:
-                end += int.from_bytes(self.data[at:end], "little")
+            end = offset + 8
+            if end <= available:
+                end += int.from_bytes(self.data[offset:end], "little")
             if end > self.size:
                 raise ValueError(f"{_DAMAGED}: a list of {count} texts at byte {begin} of {self.size}")
-            if end > here:
+            if end > available:
                 raise _Longer(end)
-            at = end
-        self.offset = at
-        return Texts(begin, at, count)
+            offset = end
+        self.offset = offset
+        return Texts(begin, offset, count)
 
     def value(self, kind: int) -> Any:
         """A value of metadata: a number, a text, a list of numbers, or where a list of texts is."""
@@ -228,11 +233,12 @@ def _header(cursor: _Cursor) -> Header:
     cursor.offset = 4
     version = cursor.number("I")
     if version not in VERSIONS:
-        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-        got = "big-endian numbers" if swapped else f"GGUF version {version}"
+        is_big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        got = "big-endian numbers" if is_big_endian else f"GGUF version {version}"
         raise ValueError(f"got {got}; allowed: version {', '.join(map(str, VERSIONS))}, little-endian")
     tensors, count = cursor.number("Q"), cursor.number("Q")
     metadata: dict[str, Any] = {}
+    # Lengths come from the file. Each is checked against the file's size before anything of it is read.
     for _ in range(count):
         key = cursor.text()
         metadata[key] = cursor.value(cursor.number("I"))
@@ -241,12 +247,12 @@ def _header(cursor: _Cursor) -> Header:
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise ValueError(f"general.alignment: got {shorten(repr(alignment))}; allowed: a multiple of 8")
     begin = -(-cursor.offset // alignment) * alignment
-    found: dict[str, Tensor] = {}
+    tensors_by_name: dict[str, Tensor] = {}
     for name, kind, shape, offset in entries:
-        if name in found:
+        if name in tensors_by_name:
             raise ValueError(f"{_DAMAGED}: two tensors {shorten(name)}")
-        found[name] = _build_tensor(name, kind, shape, begin + offset, cursor.size, alignment)
-    return Header(metadata, found)
+        tensors_by_name[name] = _build_tensor(name, kind, shape, begin + offset, cursor.size, alignment)
+    return Header(metadata, tensors_by_name)
 
 
 def _entry(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:

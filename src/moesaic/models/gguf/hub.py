@@ -32,7 +32,7 @@ class HubFile:
 
     repository: str
     selector: str
-    """Its name, or a word in it that is like Q4_K_M. Empty: the only model of the repository."""
+    """The name of the file, or a word in it that is like Q4_K_M. Empty: the only model of the repository."""
 
     @property
     def name(self) -> str:
@@ -44,18 +44,23 @@ class HubFile:
 
         Raises ConfigError if no model fits, or several do.
         """
-        every = sorted(_models(names))
-        found = [name for name in every if self._fits(name)]
-        if len(found) != 1:
-            which = found if found else every
-            listed = ", ".join(which[:SHOWN]) + (", .." if len(which) > SHOWN else "")
-            how = "" if self.selector else f" as {self.repository}:FILE"
-            allowed = f"one of its files{how}: {listed}" if which else "a repository with GGUF files"
-            raise ConfigError.field("model", self.name if self.selector else self.repository, allowed)
-        split = SPLIT.fullmatch(found[0])
+        candidates = sorted(_models(names))
+        matches = [name for name in candidates if self._fits(name)]
+        if len(matches) != 1:
+            choices = matches if matches else candidates
+            names_shown = ", ".join(choices[:SHOWN]) + (", .." if len(choices) > SHOWN else "")
+            form = "" if self.selector else f" as {self.repository}:FILE"
+            allowed_names = (
+                f"one of its files{form}: {names_shown}" if choices else "a repository with GGUF files"
+            )
+            raise ConfigError.field("model", self.name if self.selector else self.repository, allowed_names)
+        split = SPLIT.fullmatch(matches[0])
         if split is None:
-            return found
-        return [f"{split[1]}-{each:05}-of-{split[3]}{SUFFIX}" for each in range(1, int(split[3]) + 1)]
+            return matches
+        return [
+            f"{split[1]}-{part_number:05}-of-{split[3]}{SUFFIX}"
+            for part_number in range(1, int(split[3]) + 1)
+        ]
 
     def _fits(self, name: str) -> bool:
         if not self.selector or self.selector.endswith(SUFFIX):
@@ -72,19 +77,19 @@ def parse_hub_file(model: str) -> HubFile | None:
     >>> parse_hub_file("org/name:Q4_K_M")
     HubFile(repository='org/name', selector='Q4_K_M')
     """
-    found = NAME.fullmatch(model)
-    return None if found is None else HubFile(found[1], found[2])
+    match = NAME.fullmatch(model)
+    return None if match is None else HubFile(match[1], match[2])
 
 
 def _models(names: Collection[str]) -> set[str]:
     """GGUF files with a model, of several that it is split over the first."""
-    found = set()
+    models = set()
     for name in names:
         split = SPLIT.fullmatch(name)
-        later = split is not None and int(split[2]) != 1
-        if name.endswith(SUFFIX) and not later and not name.rpartition("/")[2].startswith(BESIDE):
-            found.add(name)
-    return found
+        is_later_part = split is not None and int(split[2]) != 1
+        if name.endswith(SUFFIX) and not is_later_part and not name.rpartition("/")[2].startswith(BESIDE):
+            models.add(name)
+    return models
 
 
 def read_header(fetch: Fetch) -> tuple[bytes, int]:

@@ -46,10 +46,10 @@ class Metadata:
         """A value without checks."""
         key = self._front + name
         self._read_keys.add(key)
-        found = self._metadata.get(key, default)
-        if found is _REQUIRED:
+        value = self._metadata.get(key, default)
+        if value is _REQUIRED:
             raise CheckpointError(f"{self._file}: {key} is missing")
-        return found
+        return value
 
     def integer(self, name: str, default: Any = _REQUIRED) -> int:
         """An integer of at least 0."""

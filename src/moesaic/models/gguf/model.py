@@ -46,7 +46,7 @@ class Model:
         self.files = header.files(path)
         self._headers = {file: header.read(file) for file in self.files}
         self.metadata: Mapping[str, Any] = self._headers[path].metadata
-        """That of the first file."""
+        """The metadata of the first file, which stands for the whole model."""
 
     def texts(self, key: str) -> list[str] | None:
         """A list of texts of the metadata; None if there is no such list."""
@@ -57,16 +57,16 @@ class Model:
     def architecture(self) -> Architecture:
         name = self.metadata.get("general.architecture")
         if not isinstance(name, str) or name not in ARCHITECTURES:
-            got, allowed = shorten(repr(name)), ", ".join(ARCHITECTURES)
-            raise CheckpointError(f"{self.path}: general.architecture: got {got}; allowed: {allowed}")
+            got, allowed_names = shorten(repr(name)), ", ".join(ARCHITECTURES)
+            raise CheckpointError(f"{self.path}: general.architecture: got {got}; allowed: {allowed_names}")
         return ARCHITECTURES[name]
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor of all files. Matrices of all experts are [E, o, i]."""
         names, found = self.architecture.names, dict[str, StoredTensor]()
-        for file, one in self._headers.items():
-            for name, tensor in one.tensors.items():
+        for file, file_header in self._headers.items():
+            for name, tensor in file_header.tensors.items():
                 plain = names.plain(name)
                 if plain in found:
                     raise CheckpointError(f"{file}: tensor {shorten(name)} is there twice, as {plain}")
@@ -78,9 +78,13 @@ class Model:
     def config(self) -> dict[str, Any]:
         """What config.json of the model would say. The scheme of its matrices is in quantization_config."""
         name, architecture = self.metadata.get("general.architecture"), self.architecture
-        every = {name: one for each in self._headers.values() for name, one in each.tensors.items()}
-        endings = {name.split(".", 2)[-1] for name in every if name.startswith("blk.")}
-        if _EMBEDDING not in every or len(every[_EMBEDDING].shape) != 2:
+        tensors = {
+            name: tensor
+            for file_header in self._headers.values()
+            for name, tensor in file_header.tensors.items()
+        }
+        endings = {name.split(".", 2)[-1] for name in tensors if name.startswith("blk.")}
+        if _EMBEDDING not in tensors or len(tensors[_EMBEDDING].shape) != 2:
             raise CheckpointError(f"{self.path}: tensor {_EMBEDDING} is missing, or is no matrix")
         meta = Metadata(self.path, str(name), self.metadata)
         found = read_common(meta) | architecture.config(meta, endings.__contains__)
@@ -107,8 +111,8 @@ class Model:
                 "tiled_heads": architecture.has_tiled_heads,
             }
         return found | {
-            "vocab_size": every[_EMBEDDING].shape[0],
-            "tie_word_embeddings": _HEAD not in every,
+            "vocab_size": tensors[_EMBEDDING].shape[0],
+            "tie_word_embeddings": _HEAD not in tensors,
             "quantization_config": scheme,
         }
 
@@ -116,24 +120,28 @@ class Model:
     def generation(self) -> dict[str, Any]:
         """What generation_config.json of the model would say. Known tokens that end an answer count, too."""
         ends = ("eos_token_id", "eot_token_id", "eom_token_id")
-        found = [self.metadata.get(f"tokenizer.ggml.{name}") for name in ends]
+        token_ids = [self.metadata.get(f"tokenizer.ggml.{name}") for name in ends]
         kinds = self.metadata.get("tokenizer.ggml.token_type")
         if isinstance(kinds, list):
             tokens = zip(self.texts("tokenizer.ggml.tokens") or [], kinds, strict=False)
-            found += [at for at, (text, kind) in enumerate(tokens) if kind == CONTROL and text in ENDS]
+            token_ids += [
+                token_id for token_id, (text, kind) in enumerate(tokens) if kind == CONTROL and text in ENDS
+            ]
         sampling = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
         sampling["repetition_penalty"] = "penalty_repeat"
-        said = {name: self.metadata.get(f"general.sampling.{key}") for name, key in sampling.items()}
-        said = {name: shortest(one) if isinstance(one, float) else one for name, one in said.items()}
-        return {"eos_token_id": [each for each in found if each is not None], **said}
+        settings = {name: self.metadata.get(f"general.sampling.{key}") for name, key in sampling.items()}
+        settings = {
+            name: shortest(value) if isinstance(value, float) else value for name, value in settings.items()
+        }
+        return {"eos_token_id": [each for each in token_ids if each is not None], **settings}
 
     @property
     def numbers(self) -> str:
         """The type of matrices that are not quantised, other than gates: the one that holds them all."""
         kinds = {
-            one.tensor.kind
-            for name, one in self.tensors.items()
-            if len(one.tensor.shape) > 1 and not name.endswith((*_GATES, ".bias"))
+            stored_tensor.tensor.kind
+            for name, stored_tensor in self.tensors.items()
+            if len(stored_tensor.tensor.shape) > 1 and not name.endswith((*_GATES, ".bias"))
         }
         plain = kinds & set(NUMBERS)
         return plain.pop() if len(plain) == 1 else "F32" if plain else "BF16"

@@ -63,7 +63,7 @@ class Names:
     shared_experts: str = "mlp.shared_experts"
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of an expert's gate, up and down."""
+    """The names of an expert's gate, up and down projection."""
     family_names: Mapping[str, str] = field(default_factory=dict)
     """Parts of a layer that this family calls otherwise: the file's word -> after "model.layers.N."."""
     linear_projections: tuple[str, str] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
@@ -77,11 +77,11 @@ class Names:
         >>> Names().plain("blk.3.ffn_up_exps.weight")
         'model.layers.3.mlp.experts.up_proj.weight'
         """
-        found = _BLOCK.fullmatch(name)
-        if found is None:
+        match = _BLOCK.fullmatch(name)
+        if match is None:
             return OUTSIDE.get(name, name)
-        layer, rest = found.groups()
-        plain = self._plain_part(rest)
+        layer, part_name = match.groups()
+        plain = self._plain_part(part_name)
         return name if plain is None else f"model.layers.{layer}.{plain}"
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,13 +108,15 @@ class Names:
             return f"{self.linear_projections[word == 'attn_gate']}.{ending}"
         if word in self.family_names or word in _INSIDE:
             return f"{self.family_names.get(word) or _INSIDE[word]}.{ending}"
-        apart = re.fullmatch(r"ffn_(gate|up|down)\.(\d+)", word)  # experts one by one, as in early files
-        if apart is not None:
-            return f"{self.experts}.{apart[2]}.{self.words[_PARTS[apart[1]]]}.{ending}"
-        found = re.fullmatch(r"ffn_(gate|up|down)_(exps|shexp)", word)
-        if found is None:
+        expert_match = re.fullmatch(
+            r"ffn_(gate|up|down)\.(\d+)", word
+        )  # experts one by one, as in early files
+        if expert_match is not None:
+            return f"{self.experts}.{expert_match[2]}.{self.words[_PARTS[expert_match[1]]]}.{ending}"
+        match = re.fullmatch(r"ffn_(gate|up|down)_(exps|shexp)", word)
+        if match is None:
             return None
-        part = _PARTS[found[1]]
-        if found[2] == "exps":
+        part = _PARTS[match[1]]
+        if match[2] == "exps":
             return f"{self.experts}.{self.words[part]}.{ending}"
-        return f"{self.shared_experts}.{found[1]}_proj.{ending}"
+        return f"{self.shared_experts}.{match[1]}_proj.{ending}"

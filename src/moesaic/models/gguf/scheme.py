@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.quantized_layout import dequantize, pack
 from moesaic.models.config import Fields
 from moesaic.models.gguf.blocks import BLOCKS, NUMBERS, decode_rows
@@ -65,19 +65,26 @@ class Gguf:
         kind, size = kinds(name), math.prod(shape)
         if kind in NUMBERS:
             order = self._order(name.removesuffix(".weight").removesuffix(".bias"), shape[0])
-            less = self.has_norm_offset and name.endswith("norm.weight") and ".linear_attn." not in name
-            if order is None and not less:
+            subtracts_one = (
+                self.has_norm_offset and name.endswith("norm.weight") and ".linear_attn." not in name
+            )
+            if order is None and not subtracts_one:
                 return None
             part = Part(name, tuple(NUMBERS), tuple(shape))
             return Matrix(
-                name, 1, size, "float32", (part,), _subtract_one if less else partial(_make, "F32", order)
+                name,
+                1,
+                size,
+                "float32",
+                (part,),
+                _subtract_one if subtracts_one else partial(_make, "F32", order),
             )
-        found = BIASES.fullmatch(name)
-        if found is None or kinds(f"{found[1]}.down_proj.bias") is None:
+        match = BIASES.fullmatch(name)
+        if match is None or kinds(f"{match[1]}.down_proj.bias") is None:
             return None
-        words = ("gate_proj", "up_proj") if found[3] == "gate_up" else ("down_proj",)
-        half, index = (-1, size // len(words)), (int(found[2]),)
-        parts = tuple(Part(f"{found[1]}.{word}.bias", tuple(NUMBERS), half, index) for word in words)
+        words = ("gate_proj", "up_proj") if match[3] == "gate_up" else ("down_proj",)
+        half, index = (-1, size // len(words)), (int(match[2]),)
+        parts = tuple(Part(f"{match[1]}.{word}.bias", tuple(NUMBERS), half, index) for word in words)
         return Matrix(name, 1, size, "float32", parts, _interleave)
 
     def _order(self, name: str, rows: int) -> Order | None:
@@ -99,19 +106,19 @@ class Gguf:
         return np.concatenate([np.arange(first), last])
 
     def _plain(self, name: str, rows: int, columns: int, kind: str) -> Matrix | None:
-        order, across = self._order(name, rows), None
+        order, column_order = self._order(name, rows), None
         if self.has_tiled_heads and name.endswith(".linear_attn.out_proj"):
-            across = self._order_value_heads(name, columns)
-        if order is None and across is None and kind in NUMBERS:
+            column_order = self._order_value_heads(name, columns)
+        if order is None and column_order is None and kind in NUMBERS:
             return None
         part = Part(f"{name}.weight", (kind,), (rows, columns))
-        groups = None if across is None or kind in NUMBERS else _whole_groups(kind, across)
+        groups = None if column_order is None or kind in NUMBERS else _whole_groups(kind, column_order)
         dtype = "float32" if kind in NUMBERS else BLOCKS[kind].dtype
         make: Callable[..., CodedMatrix | Floats] = partial(_make, kind, order)
-        if across is not None and groups is not None:
-            make = partial(_reorder_groups, kind, across, groups)
-        elif across is not None:
-            make, dtype = partial(_reorder_columns, kind, across), "float32"
+        if column_order is not None and groups is not None:
+            make = partial(_reorder_groups, kind, column_order, groups)
+        elif column_order is not None:
+            make, dtype = partial(_reorder_columns, kind, column_order), "float32"
         return Matrix(name, rows, columns, dtype, (part,), make, in_bf16=kind == "BF16")
 
     def _by_head(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
@@ -119,11 +126,11 @@ class Gguf:
 
         Ours has the rows of one key head after those of another.
         """
-        mixed, gate = f"{name}.mixed.weight", f"{name}.gate.weight"
-        types = kinds(mixed), kinds(gate)
+        mixed_name, gate_name = f"{name}.mixed.weight", f"{name}.gate.weight"
+        types = kinds(mixed_name), kinds(gate_name)
         if types[0] is None or types[1] is None or self.linear is None:
             return None
-        parts = Part(mixed, (types[0],), (-1, columns)), Part(gate, (types[1],), (-1, columns))
+        parts = Part(mixed_name, (types[0],), (-1, columns)), Part(gate_name, (types[1],), (-1, columns))
         make = partial(_join_heads, self.linear[0], rows, types[0], types[1])
         alike = types[0] == types[1] and types[0] not in NUMBERS
         dtype = BLOCKS[types[0]].dtype if alike else "float32"
@@ -164,28 +171,28 @@ def _make(kind: str, order: Order | None, array: Array) -> CodedMatrix | Floats:
 
 def _reorder_columns(kind: str, order: Order, array: Array) -> Floats:
     """The numbers of a matrix whose columns stand in another order in the file."""
-    found: Floats = _numbers(kind, array)[:, order]
-    return found
+    reordered: Floats = _numbers(kind, array)[:, order]
+    return reordered
 
 
 def _whole_groups(kind: str, order: Order) -> Order | None:
     """Where our groups of a row are in the file, if `order` only moves whole ones; else None."""
-    size = QUANTIZED[BLOCKS[kind].dtype].group
+    size = QUANTIZATIONS[BLOCKS[kind].dtype].group
     firsts = order[::size]
-    moved = (firsts[:, None] + np.arange(size)).reshape(-1)
-    return firsts // size if not (firsts % size).any() and np.array_equal(order, moved) else None
+    expected_order = (firsts[:, None] + np.arange(size)).reshape(-1)
+    return firsts // size if not (firsts % size).any() and np.array_equal(order, expected_order) else None
 
 
 def _reorder_groups(kind: str, order: Order, groups: Order, array: Array) -> CodedMatrix:
-    """As `_across` for a quantised matrix of which whole groups stand in another order."""
+    """The codes of a quantised matrix of which whole groups of columns stand in another order."""
     codes, scales, offsets = decode_rows(kind, array)
     return CodedMatrix(codes[:, order], scales[:, groups], None if offsets is None else offsets[:, groups])
 
 
 def _subtract_one(weights: Array) -> Floats:
     """Weights of a norm that one was added to. Adding it again gives the same bits."""
-    found: Floats = weights - np.float32(1.0)
-    return found
+    difference: Floats = weights - np.float32(1.0)
+    return difference
 
 
 def _join_heads(
@@ -207,8 +214,10 @@ def _join_heads(
     order = np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)
     if mixed_kind == gate_kind:
         return _make(mixed_kind, order, np.concatenate([mixed_rows, gate_rows]))
-    found: Floats = np.concatenate([_numbers(mixed_kind, mixed_rows), _numbers(gate_kind, gate_rows)])[order]
-    return found
+    joined_rows: Floats = np.concatenate([_numbers(mixed_kind, mixed_rows), _numbers(gate_kind, gate_rows)])[
+        order
+    ]
+    return joined_rows
 
 
 def _own_order(name: str, rows: int, heads: int) -> Order:
@@ -219,7 +228,7 @@ def _own_order(name: str, rows: int, heads: int) -> Order:
 
 
 def _interleave(*biases: Floats) -> Floats:
-    return np.stack([one.reshape(-1) for one in biases], axis=-1).reshape(-1)
+    return np.stack([bias.reshape(-1) for bias in biases], axis=-1).reshape(-1)
 
 
 def _join_keys_and_values(rows: int, of_key: str, of_value: str, key: Array, value: Array) -> Floats:
@@ -228,15 +237,15 @@ def _join_keys_and_values(rows: int, of_key: str, of_value: str, key: Array, val
     if len(keys) != len(values) or len(keys) * (keys.shape[2] + values.shape[1]) != rows:
         shapes = f"{list(keys.shape)} and {list(values.shape)}"
         raise CheckpointError(f"weight: got {shapes}; allowed: together {rows} rows")
-    joined = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
-    return np.ascontiguousarray(joined.reshape(rows, -1))
+    matrix = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+    return np.ascontiguousarray(matrix.reshape(rows, -1))
 
 
 def _numbers(kind: str, array: Array) -> Floats:
     """The numbers of a tensor [.., c] of any type."""
     if kind in NUMBERS:
-        found: Floats = array
-        return found
+        numbers: Floats = array
+        return numbers
     codes, scales, offsets = decode_rows(kind, array.reshape(-1, array.shape[-1]))
     dtype, columns = BLOCKS[kind].dtype, codes.shape[1]
     return dequantize(dtype, pack(dtype, codes, scales, offsets), columns).reshape(*array.shape[:-1], columns)
@@ -246,11 +255,11 @@ def parse(fields: Fields) -> Gguf:
     """Reads the quantization_config that `model.Model.config` writes."""
     fields.ignore("quant_method")
     heads, linear = fields.integers("permuted_heads"), fields.integers("linear_heads")
-    one_added, tiled = fields.flag("one_added", False), fields.flag("tiled_heads", False)
+    has_norm_offset, has_tiled_heads = fields.flag("one_added", False), fields.flag("tiled_heads", False)
     fields.refuse_unread()
     return Gguf(
         permuted_heads=(heads[0], heads[1]) if len(heads) == 2 else None,
-        has_norm_offset=one_added,
+        has_norm_offset=has_norm_offset,
         linear=(linear[0], linear[1], linear[2]) if len(linear) == 3 else None,
-        has_tiled_heads=tiled,
+        has_tiled_heads=has_tiled_heads,
     )

@@ -34,21 +34,21 @@ def read_rope(meta: Metadata, width: int | None, **yarn_keys: Any) -> Config:
     factor = meta.maybe_number("rope.scaling.factor")
     meta.require_value("rope.scaling.yarn_ext_factor", 1.0, -1.0)
     older = meta.maybe_number("rope.scaling.attn_factor")
-    scaled = {
+    scaling = {
         "original_max_position_embeddings": meta.maybe_integer("rope.scaling.original_context_length"),
         "beta_fast": meta.maybe_number("rope.scaling.yarn_beta_fast"),
         "beta_slow": meta.maybe_number("rope.scaling.yarn_beta_slow"),
         "attention_factor": meta.maybe_number("rope.scaling.yarn_attn_factor") or older,
     }
-    found: Config = {"rope_theta": theta, "rope_type": "default"}
+    parameters: Config = {"rope_theta": theta, "rope_type": "default"}
     if kind == "linear" and factor is not None:
-        found |= {"rope_type": "linear", "factor": factor}
+        parameters |= {"rope_type": "linear", "factor": factor}
     elif kind == "yarn" and factor is not None:
-        known = {key: value for key, value in scaled.items() if value is not None}
-        found |= {"rope_type": "yarn", "factor": factor, **yarn_keys, **known}
+        known_scaling = {key: value for key, value in scaling.items() if value is not None}
+        parameters |= {"rope_type": "yarn", "factor": factor, **yarn_keys, **known_scaling}
     elif kind != "none":
         raise meta.make_error("rope.scaling.type", kind, "none; linear, yarn with rope.scaling.factor")
-    return {"rope_parameters": found}
+    return {"rope_parameters": parameters}
 
 
 def read_grouped_query(meta: Metadata, rotated_width: int | None = None) -> Config:

@@ -65,7 +65,7 @@ class ByteLines:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """tensors: contiguous, [lines, ...]."""
-        self._lines = [one.flatten(1).view(torch.uint8) for one in tensors if one.shape[1:].numel()]
+        self._lines = [tensor.flatten(1).view(torch.uint8) for tensor in tensors if tensor.shape[1:].numel()]
         self.num_bytes = sum(lines.shape[1] for lines in self._lines)
         """Bytes of a line over all tensors."""
 
@@ -77,6 +77,7 @@ class ByteLines:
         width = sum(lines.shape[1] for lines in self._lines[tensors])
         data = np.empty(len(indices) * width, np.uint8)
         for lines, part in self._parts(indices, data, tensors):
+            # `part` is memory of the host, which index_select on a GPU cannot write to.
             if lines.device.type == "cpu":
                 torch.index_select(lines, 0, torch.from_numpy(indices), out=part)
             else:
@@ -92,9 +93,9 @@ class ByteLines:
     def _parts(
         self, indices: IntArray, data: Bytes, tensors: slice
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        whole, parts, start = torch.from_numpy(data), [], 0
+        data_tensor, parts, start = torch.from_numpy(data), [], 0
         for lines in self._lines[tensors]:
             stop = start + len(indices) * lines.shape[1]
-            parts.append((lines, whole[start:stop].view(len(indices), lines.shape[1])))
+            parts.append((lines, data_tensor[start:stop].view(len(indices), lines.shape[1])))
             start = stop
         return parts

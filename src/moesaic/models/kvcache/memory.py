@@ -38,7 +38,7 @@ class LayerMemory(Protocol):
         ...
 
     def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
-        """See `PagedKV.first_not_finite`."""
+        """The first layer with a NaN or an infinite number in the first `length` tokens of `blocks`."""
         ...
 
 
@@ -55,14 +55,15 @@ class HybridMemory:
         self._parts: dict[int, tuple[PagedKV | StateCache, int]] = {**of_kv, **of_states}
 
     def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
-        """See `LayerMemory`."""
+        """Keeps the rows of a step and computes the attention of `layer`. Returns [n, H * d]."""
         part, index = self._parts[layer]
         return part.attend(index, block, rows, batch)
 
     def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
-        """See `PagedKV.first_not_finite`. It looks at the layers with keys and values only."""
-        found = self._kv.first_not_finite(blocks, length)
-        return None if found is None else self._kv_layers[found]
+        """The first layer with a NaN or an infinite number in its keys or values. States are not looked
+        at."""
+        kv_layer = self._kv.first_not_finite(blocks, length)
+        return None if kv_layer is None else self._kv_layers[kv_layer]
 
     # ---- see `CopiedMemory`
 

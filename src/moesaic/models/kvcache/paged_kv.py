@@ -120,10 +120,10 @@ class PagedKV:
 
         Returns None if there is none. It reads all of these rows, so it is for errors only.
         """
-        wanted = torch.from_numpy(blocks[: -(-length // self._keys[0].shape[1])]).to(self.device)
+        block_ids = torch.from_numpy(blocks[: -(-length // self._keys[0].shape[1])]).to(self.device)
         for layer, pair in enumerate(zip(self._keys, self._values, strict=True)):
-            for cached in pair:
-                rows = cached.index_select(0, wanted).flatten(0, 1)[:length]
+            for tensor in pair:
+                rows = tensor.index_select(0, block_ids).flatten(0, 1)[:length]
                 if not torch.isfinite(decode(rows) if rows.dtype == torch.int8 else rows).all():
                     return layer
         return None
@@ -150,7 +150,7 @@ def zeros(
     begin = -memory.ctypes.data % HUGE_PAGE
     parts = [memory[start : start + size] for start in range(begin, begin + shape[0] * step, step)]
     for part in parts if allocate_now else ():
-        part[:: mmap.PAGESIZE] = 0
+        part[:: mmap.PAGESIZE] = 0  # the system provides a page when one byte of it is written
     return tuple(torch.from_numpy(part).view(dtype).view(shape[1:]) for part in parts)
 
 
@@ -176,7 +176,7 @@ class SplitKV:
         raise TypeError("a cache on two levels is attended to by a pass")
 
     def first_not_finite(self, blocks: IntArray, length: int) -> int | None:
-        """See `PagedKV.first_not_finite`."""
+        """The first layer with a NaN or an infinite number in the first `length` tokens of `blocks`."""
         used = blocks[: -(-length // self._block_size)]
         unfilled, found = len(used) * self._block_size - length, []
         for kv, mine, first in (

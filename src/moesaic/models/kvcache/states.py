@@ -33,9 +33,11 @@ class StateCache:
         )
         parts = (zeros((num_layers, *shape), torch.float32, device, allocate_now=False) for shape in shapes)
         self._layers = tuple(LayerStates(sizes, *tensors) for tensors in zip(*parts, strict=True))
-        self._pages = ByteLines([one for layer in self._layers for one in (layer.pages, layer.page_tails)])
+        self._pages = ByteLines(
+            [tensor for layer in self._layers for tensor in (layer.pages, layer.page_tails)]
+        )
         self._seats = ByteLines(
-            [one for at in self._layers for one in (at.keys, at.updates, at.decays, at.tails)]
+            [tensor for at in self._layers for tensor in (at.keys, at.updates, at.decays, at.tails)]
         )
 
     def layer(self, layer: int) -> LayerStates:
@@ -44,20 +46,20 @@ class StateCache:
 
     @property
     def state_bytes(self) -> int:
-        """See `CopiedMemory`."""
+        """Bytes of the states of a sequence over all layers: a page and a seat."""
         return self._pages.num_bytes + self._seats.num_bytes
 
     def copy_states(self, page: int, seat: int) -> Bytes:
-        """See `CopiedMemory`."""
+        """Returns [state_bytes] the contents of a page and a seat."""
         return np.concatenate([self._pages.copy(np.array([page])), self._seats.copy(np.array([seat]))])
 
     def put_states(self, page: int, seat: int, data: Bytes) -> None:
-        """See `CopiedMemory`."""
+        """Writes what `copy_states` returned to a page and a seat."""
         self._pages.put(np.array([page]), data[: self._pages.num_bytes])
         self._seats.put(np.array([seat]), data[self._pages.num_bytes :])
 
     def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
-        """See `LayerMemory`."""
+        """Lets the block attend to its states, and changes them. Returns [n, Hv * dv]."""
         return block.recurrence(rows, self._layers[layer], batch)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.models.config import Fields, shorten
 from moesaic.models.quantization.fp8 import Fp8, block_of
 from moesaic.models.quantization.scheme import (
@@ -48,7 +48,7 @@ class PackedIntegers:
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight_packed") is None:
             return None
-        groups = groups_of(name, columns, self.group, QUANTIZED[self.dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZATIONS[self.dtype].group)
         per_word = 32 // self.bits
         parts = [
             Part(f"{name}.weight_packed", ("I32",), (rows, -(-columns // per_word))),
@@ -73,6 +73,7 @@ class PackedIntegers:
         codes = unpack(words, self.bits, columns)
         if zeros is None:
             return CodedMatrix(codes if self.bits == 4 else codes ^ SIGN, scales)
+        # Zero points are packed along the rows, not along the columns as codes are.
         zero = unpack(np.ascontiguousarray(zeros.T), self.bits, rows).T.astype(np.float32)
         return CodedMatrix(codes, scales, -(scales * zero))
 
@@ -91,7 +92,7 @@ class PlainIntegers:
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight") != "I8":
             return None
-        groups = groups_of(name, columns, self.group, QUANTIZED[self.dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZATIONS[self.dtype].group)
         parts = [
             Part(f"{name}.weight", ("I8",), (rows, columns)),
             Part(f"{name}.weight_scale", FLOATS, (rows, groups)),
@@ -103,10 +104,10 @@ class PlainIntegers:
     def _make(
         self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None
     ) -> CodedMatrix:
-        found: Bytes = codes.view(np.uint8)
+        code_bytes: Bytes = codes.view(np.uint8)
         if zeros is None:
-            return CodedMatrix(found, scales)
-        return CodedMatrix(found ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
+            return CodedMatrix(code_bytes, scales)
+        return CodedMatrix(code_bytes ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ class Groups:
         return self.schemes[0].dtype
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
-        found = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
-        return next((matrix for matrix in found if matrix is not None), None)
+        matrices = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
+        return next((matrix for matrix in matrices if matrix is not None), None)
 
 
 def parse(fields: Fields) -> Scheme:

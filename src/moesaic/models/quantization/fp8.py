@@ -30,6 +30,7 @@ class Fp8:
             return None
         suffix = next((suffix for suffix in SUFFIXES if kinds(f"{name}.{suffix}") is not None), SUFFIXES[0])
         codes = Part(f"{name}.weight", ("F8_E4M3",), (rows, columns))
+        # A scale of each row, or one of the whole matrix. Programs write both in two shapes.
         shapes: tuple[tuple[int, ...], ...] = ((rows, 1), (rows,), (1,), ())
         if self.block is not None:
             shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
@@ -58,8 +59,8 @@ def parse(fields: Fields) -> Fp8:
 
 def block_of(sizes: Any, key: str) -> tuple[int, int]:
     """Rows and columns of a block. key: where in quantization_config. Raises CheckpointError for others."""
-    whole = isinstance(sizes, list) and [type(one) for one in sizes] == [int, int]
-    if not whole or sizes[0] < 1 or sizes[1] < 1 or sizes[1] % 128:
+    is_pair = isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]
+    if not is_pair or sizes[0] < 1 or sizes[1] < 1 or sizes[1] % 128:
         raise CheckpointError(
             f"config.json: quantization_config.{key}: got {shorten(repr(sizes))}; allowed: rows, and a "
             "multiple of 128 columns"

@@ -89,11 +89,13 @@ class Gptq:
         wrong = group_of[(group_of < 0) | (group_of >= scale.shape[1])]
         if len(wrong):
             raise CheckpointError(f"g_idx: got {wrong[0]}; allowed: 0 to {scale.shape[1] - 1}")
-        made = np.empty(codes.shape, dtype=np.float32)
-        for begin in range(0, len(made), BAND):
+        numbers = np.empty(codes.shape, dtype=np.float32)
+        # In bands, since codes and scales of the whole matrix as float32 would take twice the result's
+        # memory.
+        for begin in range(0, len(numbers), BAND):
             band = slice(begin, begin + BAND)
-            np.multiply(codes[band] - zero[band][:, group_of], scale[band][:, group_of], out=made[band])
-        return made
+            np.multiply(codes[band] - zero[band][:, group_of], scale[band][:, group_of], out=numbers[band])
+        return numbers
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,8 @@ class Awq:
 
     @staticmethod
     def _codes(words: Words, rows: int) -> Bytes:
-        mixed = unpack(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
-        codes: Bytes = mixed[:, :, AWQ_ORDER].reshape(len(words), -1)[:, :rows]
+        file_order = unpack(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
+        codes: Bytes = file_order[:, :, AWQ_ORDER].reshape(len(words), -1)[:, :rows]
         return codes
 
 
@@ -147,12 +149,12 @@ def parse_gptq(fields: Fields) -> Gptq:
     bits, group = _bits(fields), _group(fields, "group_size")
     act_order = fields.flag("desc_act", False)
     fields.require_value("checkpoint_format", "gptq", "gptq_v2", None)
-    added = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
+    zero_point_offset = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
     fields.require_value("lm_head", False)
     for name in fields.names:
         fields.ignore(name)  # how it was made: dataset, damp_percent, sym, static_groups and others
     fields.refuse_unread()
-    return Gptq(bits, group, added, act_order)
+    return Gptq(bits, group, zero_point_offset, act_order)
 
 
 def parse_awq(fields: Fields) -> Awq:

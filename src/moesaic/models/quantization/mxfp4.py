@@ -32,16 +32,16 @@ class Mxfp4:
     dtype = "mxfp4"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
-        found = EXPERT.fullmatch(name)
-        if found is None:
+        match = EXPERT.fullmatch(name)
+        if match is None:
             return None
-        prefix, expert, word = found.groups()
-        tensor, kept, count = WHERE[word]
+        prefix, expert, word = match.groups()
+        tensor, expert_rows, count = WHERE[word]
         if kinds(f"{prefix}.{tensor}_blocks") is None:
             return None
         if columns % 32:
             raise CheckpointError(f"tensor {name}: got rows of {columns}; allowed in MXFP4: multiples of 32")
-        shape, index = (-1, count * rows, columns // 32), (int(expert), kept)
+        shape, index = (-1, count * rows, columns // 32), (int(expert), expert_rows)
         parts = (
             Part(f"{prefix}.{tensor}_blocks", ("U8",), (*shape, 16), index),
             Part(f"{prefix}.{tensor}_scales", ("U8",), shape, index),

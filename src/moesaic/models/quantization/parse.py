@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANT_METHOD, unquantized
 from moesaic.core.text_config import TEXT
+from moesaic.core.weight_types import QUANT_METHOD, is_unquantized
 from moesaic.models.config import Fields, shorten
 from moesaic.models.files import read_config
 from moesaic.models.gguf import scheme as gguf
@@ -43,45 +43,54 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     inner = raw.get(TEXT)
     if "quantization_config" not in raw and isinstance(inner, dict):
         raw = inner
-    if unquantized(raw):
+    if is_unquantized(raw):
         return None
-    told = raw["quantization_config"]
-    method = told.get("quant_method", "unknown") if isinstance(told, dict) else told
-    if method == GGUF and isinstance(told, dict):
-        return gguf.parse(Fields(told, "quantization_config."))
-    if not isinstance(told, dict) or not isinstance(method, str) or method not in METHODS:
-        allowed = ", ".join([*METHODS, QUANT_METHOD])
+    quantization = raw["quantization_config"]
+    method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+    if method == GGUF and isinstance(quantization, dict):
+        return gguf.parse(Fields(quantization, "quantization_config."))
+    if not isinstance(quantization, dict) or not isinstance(method, str) or method not in METHODS:
+        allowed_methods = ", ".join([*METHODS, QUANT_METHOD])
         raise CheckpointError(
-            f"config.json: quantization_config: got quant_method {shorten(repr(method))}; allowed: {allowed}"
+            f"config.json: quantization_config: got quant_method {shorten(repr(method))}; "
+            f"allowed: {allowed_methods}"
         )
-    return METHODS[method](Fields(told, "quantization_config."))
+    return METHODS[method](Fields(quantization, "quantization_config."))
 
 
 def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """Patterns of tensors about activations, of a parsed config.json: static scales, which are not used."""
     inner = raw.get(TEXT)
     raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
-    told = raw.get("quantization_config")
-    if not isinstance(told, dict):
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, dict):
         return ()
-    groups = told.get("config_groups")
-    given = [one.get("input_activations") for one in groups.values()] if isinstance(groups, dict) else []
-    static = any(isinstance(one, dict) and one.get("dynamic") is False for one in given)
-    if static or (told.get("quant_method") == "fp8" and told.get("activation_scheme") == "static"):
+    groups = quantization.get("config_groups")
+    input_settings = (
+        [settings.get("input_activations") for settings in groups.values()]
+        if isinstance(groups, dict)
+        else []
+    )
+    static = any(
+        isinstance(settings, dict) and settings.get("dynamic") is False for settings in input_settings
+    )
+    if static or (
+        quantization.get("quant_method") == "fp8" and quantization.get("activation_scheme") == "static"
+    ):
         return STATIC_SCALES
     return ()
 
 
 def read_skipped_patterns(path: Path) -> tuple[str, ...]:
-    """As `skipped`, of the checkpoint at `path`."""
-    known = is_gguf(path) or (path / "config.json").is_file()
-    return find_skipped_patterns(read_config(path)) if known else ()
+    """Patterns of tensors about activations in the checkpoint at `path`, which are not read."""
+    has_config = is_gguf(path) or (path / "config.json").is_file()
+    return find_skipped_patterns(read_config(path)) if has_config else ()
 
 
 def scheme_of(path: Path) -> Scheme | None:
     """The scheme of the checkpoint at `path`. A directory without config.json has none."""
-    known = is_gguf(path) or (path / "config.json").is_file()
-    return parse(read_config(path)) if known else None
+    has_config = is_gguf(path) or (path / "config.json").is_file()
+    return parse(read_config(path)) if has_config else None
 
 
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:

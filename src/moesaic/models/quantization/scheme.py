@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.stored import QUANTIZED
+from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels.quantized_layout import TABLES, dequantize, pack
 from moesaic.models.gguf.blocks import BLOCKS, row_bytes
 
@@ -46,15 +46,18 @@ class Part:
         """Raises CheckpointError unless the tensor may have this type and shape. None: there is no tensor."""
         if dtype is None:
             raise CheckpointError(f"tensor {self.tensor} is missing")
-        allowed = [self.shape, *self.shapes]
+        allowed_shapes = [self.shape, *self.shapes]
         fits = any(
-            len(one) == len(shape) and all(a in (-1, b) for a, b in zip(one, shape, strict=True))
-            for one in allowed
+            len(allowed_shape) == len(shape)
+            and all(a in (-1, b) for a, b in zip(allowed_shape, shape, strict=True))
+            for allowed_shape in allowed_shapes
         )
         if self.index and isinstance(self.index[0], int) and fits:
             fits = self.index[0] < shape[0]
         if dtype not in self.dtypes or not fits:
-            shapes = " or ".join(str(list(one)).replace("-1", "experts") for one in allowed)
+            shapes = " or ".join(
+                str(list(allowed_shape)).replace("-1", "experts") for allowed_shape in allowed_shapes
+            )
             raise CheckpointError(
                 f"tensor {self.tensor}: got {dtype} {list(shape)}; allowed: {', '.join(self.dtypes)} {shapes}"
             )
@@ -95,35 +98,39 @@ class Matrix:
         part: the rows and columns that are wanted, for which `cuts` holds.
         Raises CheckpointError for NaN and infinite numbers, and for scales so large that a code is infinite.
         """
-        made = self._decode([read(part) for part in self.parts])
-        if not isinstance(made, CodedMatrix):
-            self._check(made, "the matrix")
-            found = np.ascontiguousarray(made, dtype="<f4").view(np.uint8)
+        coded = self._decode([read(part) for part in self.parts])
+        if not isinstance(coded, CodedMatrix):
+            self._check(coded, "the matrix")
+            float_bytes = np.ascontiguousarray(coded, dtype="<f4").view(np.uint8)
             if output is None:
-                return found
-            output[:] = found
+                return float_bytes
+            output[:] = float_bytes
             return output
-        self._check(made.scales, "a scale")
-        if made.offsets is not None:
-            self._check(made.offsets, "an offset")
-        values = QUANTIZED[self.dtype].values
+        self._check(coded.scales, "a scale")
+        if coded.offsets is not None:
+            self._check(coded.offsets, "an offset")
+        values = QUANTIZATIONS[self.dtype].values
         with np.errstate(over="ignore"):
-            largest = np.abs(made.scales) * np.nanmax(np.abs(TABLES[values]))
-            self._check(largest if made.offsets is None else largest + np.abs(made.offsets), "the matrix")
-        if values == "e4m3":
-            for begin in range(0, len(made.codes), BAND):
-                if (made.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
+            # A finite scale may still give an infinite number with the largest code.
+            largest = np.abs(coded.scales) * np.nanmax(np.abs(TABLES[values]))
+            self._check(largest if coded.offsets is None else largest + np.abs(coded.offsets), "the matrix")
+        if values == "e4m3":  # the only type with codes of NaN, which no scale shows
+            for begin in range(0, len(coded.codes), BAND):
+                if (coded.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
                     self._refuse("nan", "the matrix")
-        return pack(self.dtype, *self._part(*self._regroup(made), part), output)
+        return pack(self.dtype, *self._part(*self._regroup(coded), part), output)
 
     def cuts(self, part: tuple[slice, ...], group: int = 1) -> bool:
         """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
 
         group: also whole groups of this power of two.
         """
-        if self.dtype not in QUANTIZED:
+        if self.dtype not in QUANTIZATIONS:
             return False
-        columns, size = range(self.columns)[(*part, slice(None), slice(None))[1]], QUANTIZED[self.dtype].group
+        columns, size = (
+            range(self.columns)[(*part, slice(None), slice(None))[1]],
+            QUANTIZATIONS[self.dtype].group,
+        )
         return all(
             end % max(size, group) == 0 or end == self.columns for end in (columns.start, columns.stop)
         )
@@ -138,23 +145,24 @@ class Matrix:
 
     def floats(self, read: Callable[[Part], Array]) -> Floats:
         """The numbers [rows, columns]. Raises CheckpointError for NaN and infinite numbers."""
-        packed = self.pack_rows(read)
+        rows_bytes = self.pack_rows(read)
         if self.dtype == "float32":
-            return packed.view("<f4")
-        return dequantize(self.dtype, packed, self.columns)
+            return rows_bytes.view("<f4")
+        return dequantize(self.dtype, rows_bytes, self.columns)
 
     def scratch(self, dtype: str) -> int:
         """The most bytes that `packed` or `floats` take beside a result in type `dtype`."""
         return scratch_of(dtype, self.rows * self.columns)
 
-    def _regroup(self, coded: CodedMatrix) -> tuple[Bytes, Floats, Floats | None]:
+    def _regroup(self, coded_matrix: CodedMatrix) -> tuple[Bytes, Floats, Floats | None]:
         """Codes, scales and offsets with groups of the size that `dtype` has."""
-        groups = -(-self.columns // QUANTIZED[self.dtype].group)
-        scales, offsets = coded.scales, coded.offsets
+        groups = -(-self.columns // QUANTIZATIONS[self.dtype].group)
+        scales, offsets = coded_matrix.scales, coded_matrix.offsets
         if scales.shape[1] != groups:
-            of = np.arange(groups) * scales.shape[1] // groups
-            scales, offsets = scales[:, of], None if offsets is None else offsets[:, of]
-        return coded.codes, scales, offsets
+            # The file has larger groups. Each of ours gets the scale of the one that it lies in.
+            group_of = np.arange(groups) * scales.shape[1] // groups
+            scales, offsets = scales[:, group_of], None if offsets is None else offsets[:, group_of]
+        return coded_matrix.codes, scales, offsets
 
     def _part(
         self, codes: Bytes, scales: Floats, offsets: Floats | None, part: tuple[slice, ...]
@@ -163,10 +171,10 @@ class Matrix:
         if not part:
             return codes, scales, offsets
         rows, columns = part[0], range(self.columns)[part[1] if len(part) > 1 else slice(None)]
-        size = QUANTIZED[self.dtype].group
+        size = QUANTIZATIONS[self.dtype].group
         groups = slice(columns.start // size, -(-columns.stop // size))
-        kept = codes[rows, columns.start : columns.stop]
-        return kept, scales[rows, groups], None if offsets is None else offsets[rows, groups]
+        part_codes = codes[rows, columns.start : columns.stop]
+        return part_codes, scales[rows, groups], None if offsets is None else offsets[rows, groups]
 
     def _check(self, numbers: Floats, subject: str) -> None:
         finite = np.isfinite(numbers)
@@ -178,7 +186,7 @@ class Matrix:
 
 
 def scratch_of(dtype: str, numbers: int) -> int:
-    """See `Matrix.scratch`."""
+    """Bytes that a conversion of so many numbers takes beside its result of type `dtype`."""
     return numbers * (12 if dtype == "float32" else 4)
 
 
@@ -191,11 +199,12 @@ def as_array(data: Bytes, dtype: str, part: Part, shape: tuple[int, ...]) -> Arr
         rows: Array = data.reshape(*shape[:-1], row_bytes(dtype, shape[-1]))
         return rows[part.index] if part.index else rows
     kind = _KINDS[dtype]
-    whole: Array = data.view(kind).reshape(shape)
-    found = whole[part.index] if part.index else whole
+    array: Array = data.view(kind).reshape(shape)
+    part_array = array[part.index] if part.index else array
     if dtype == "BF16":
-        return (found.astype(np.uint32) << 16).view(np.float32)
-    return found.astype(np.float32) if dtype == "F16" else found
+        # numpy has no bf16. Its bits are the upper half of a float32.
+        return (part_array.astype(np.uint32) << 16).view(np.float32)
+    return part_array.astype(np.float32) if dtype == "F16" else part_array
 
 
 _KINDS: dict[str, Any] = {
@@ -241,11 +250,11 @@ def unpack(words: npt.NDArray[np.int32], bits: int, count: int) -> Bytes:
 
     Words are little-endian, so that their bytes are in the order of the codes.
     """
-    stored = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
+    word_bytes = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
     if bits == 8:
-        return stored[:, :count]
-    codes = np.empty((*stored.shape, 2), dtype=np.uint8)
-    np.bitwise_and(stored, 15, out=codes[:, :, 0])
-    np.right_shift(stored, 4, out=codes[:, :, 1])
-    found: Bytes = codes.reshape(len(words), -1)[:, :count]
-    return found
+        return word_bytes[:, :count]
+    codes = np.empty((*word_bytes.shape, 2), dtype=np.uint8)
+    np.bitwise_and(word_bytes, 15, out=codes[:, :, 0])
+    np.right_shift(word_bytes, 4, out=codes[:, :, 1])
+    first_codes: Bytes = codes.reshape(len(words), -1)[:, :count]
+    return first_codes

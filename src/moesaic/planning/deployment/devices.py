@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moesaic.core.curves import Curve
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment.layouts import Layout, attention_model
 from moesaic.planning.sim.durations import build_machine_devices

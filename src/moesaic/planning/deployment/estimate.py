@@ -18,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moesaic.core.paced import PacedDevices
+from moesaic.core.paced_devices import PacedDevices
 from moesaic.cost.ops import touched
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment.demand import Demand

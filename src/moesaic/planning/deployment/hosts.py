@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import Host, HostLink, Topology
 from moesaic.planning.deployment.layouts import Layout
 from moesaic.planning.deployment.spec import ClusterSpec
@@ -22,9 +22,9 @@ def build_topology(layout: Layout, spec: ClusterSpec, part: float = 1.0) -> Topo
         spec.inter_host_link.latency, spec.inter_host_link.bandwidth * pool.devices_per_host
     )
     links = tuple(
-        HostLink(link.one, link.other, _scale_link(link.link, part))
+        HostLink(link.first_host, link.second_host, _scale_link(link.link, part))
         for link in spec.links
-        if link.one in names and link.other in names
+        if link.first_host in names and link.second_host in names
     )
     hosts = tuple(
         Host(name, tuple(workers), tuple(servers))
@@ -42,7 +42,7 @@ def find_device_link(layout: Layout, spec: ClusterSpec) -> LinkModel:
         key=lambda link: link.bandwidth,
         default=spec.inter_host_link,
     )
-    if slowest == hosts_topology.between:
+    if slowest == hosts_topology.inter_host_link:
         return spec.inter_host_link
     return LinkModel(slowest.latency, slowest.bandwidth / layout.pool.devices_per_host)
 

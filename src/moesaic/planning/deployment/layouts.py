@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.cost.ranks import model_of_rank
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment.spec import ClusterSpec, Pool

@@ -31,10 +31,10 @@ from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.core import paced
-from moesaic.core.curves import Tables
+from moesaic.core import paced_devices
+from moesaic.core.curves import TableChecker
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.core.topology import HostLink, pairs
 from moesaic.cost.hardware import Hardware, from_tables
 from moesaic.cost.machines import MACHINES
@@ -207,7 +207,7 @@ def _read_host_links(tables: dict[str, Any], pools: list[Pool]) -> tuple[HostLin
         raise ConfigError.field("between", links, "tables [[between]]")
     host_names = [name for pool in pools for name in pool.names]
     try:
-        return pairs(Tables("links", "the cluster"), links, set(host_names))
+        return pairs(TableChecker("links", "the cluster"), links, set(host_names))
     except ConfigError as error:
         raise ConfigError(str(error).removeprefix("links: the cluster: ")) from error
 
@@ -217,9 +217,9 @@ def _pool(table: _Machines, folder: Path, place: str) -> Pool:
     curves = None
     if table.curves is not None:
         try:
-            curves = paced.read(folder / Path(table.curves).expanduser())
+            curves = paced_devices.read(folder / Path(table.curves).expanduser())
         except ConfigError as error:
-            raise ConfigError(f"{place}curves{str(error).removeprefix(paced.FLAG)}") from error
+            raise ConfigError(f"{place}curves{str(error).removeprefix(paced_devices.FLAG)}") from error
     return Pool(
         hardware.name,
         hardware,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.deployment import devices as modelled
 from moesaic.planning.deployment.demand import Demand

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moesaic.core import gpu_parts
-from moesaic.core.stored import COMPRESSED, QUANTIZED
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.kernels.table import Kernels, pick
 from moesaic.planning.hardware import disk, memory, products
@@ -95,7 +95,7 @@ class Processing:
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
         overlap = products.compute_overlap(self.rates, self.dtype, bandwidth)
         experts = products.flops_by_rows(self.rates, self.dtype)
-        kinds = sorted({measurement.dtype for measurement in self.rates} & QUANTIZED.keys())
+        kinds = sorted({measurement.dtype for measurement in self.rates} & QUANTIZATIONS.keys())
         packed_curves = tuple((kind, products.flops_by_rows(self.rates, kind)) for kind in kinds)
         peak = products.find_peak(self.rates, self.dtype)
         processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed=packed_curves)
@@ -199,7 +199,7 @@ class Measuring:
         source = f"measured in {took:.0f} s by microbenchmarks: {fast.kernels}, weights in {fast.dtype}"
         sizes = self.effort.products
         form = "" if sizes.packed_type is None else f", also {sizes.packed_type}"
-        form = ", compressed where bf16" if sizes.packed_type == COMPRESSED else form
+        form = ", compressed where bf16" if sizes.packed_type == COMPRESSED_DTYPE else form
         figures = {"seconds": round(took, 1), "experts": f"{sizes.hidden} x {sizes.width}{form}"}
         return replace(hardware, source=source, measured={**figures, **measurements})
 

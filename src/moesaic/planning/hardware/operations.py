@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from moesaic.core.stored import COMPRESSED, NUMBER_BYTES, is_packed, of_matrices, row_bytes
 from moesaic.core.tokens import TokenBatch
+from moesaic.core.weight_types import COMPRESSED_DTYPE, NUMBER_BYTES, is_packed, row_bytes, split_dtype
 from moesaic.cost.mixed import DeltaRule, Mixed, Recurrent, ShortConvolution
 from moesaic.cost.ops import Work
 from moesaic.cost.sizes import GroupedQuery, Latent, ModelSizes
@@ -195,14 +195,14 @@ def list_expert_calls(kernels: Kernels, sizes: Sizes, stored_type: str) -> Itera
 
 
 def _expert_bytes(model: ModelSizes, stored_type: str) -> float:
-    inner, outer = of_matrices(stored_type)
+    inner, outer = split_dtype(stored_type)
     rows = 2 * model.expert_width * row_bytes(inner, model.hidden)
     return float(rows + model.hidden * row_bytes(outer, model.expert_width))
 
 
 def build_experts(model: ModelSizes, stored_type: str, count: int, device: str = "cpu") -> ExpertWeights:
     """So many experts of a model in one type. Their numbers are random, and the same in each of them."""
-    inner, outer = of_matrices(stored_type)
+    inner, outer = split_dtype(stored_type)
     shapes = (
         (inner, (model.expert_width, model.hidden)),
         (inner, (model.expert_width, model.hidden)),
@@ -213,7 +213,7 @@ def build_experts(model: ModelSizes, stored_type: str, count: int, device: str =
         # Each expert has memory of its own, so that a cache cannot serve several of them.
         first = products.random_in_type(kind, shape).to(device)
         parts.append((first, *(first.clone() for _ in range(count - 1))))
-    return ExpertWeights(*parts, packed_dtype=stored_type if is_packed(stored_type) else COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=stored_type if is_packed(stored_type) else COMPRESSED_DTYPE)
 
 
 def _steps(sizes: Sizes, rows: int) -> AttentionBatch:

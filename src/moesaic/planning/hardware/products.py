@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from moesaic.core.stored import COMPRESSED, QUANTIZED
+from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS
 from moesaic.kernels.compressed_layout import compress
 from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import Kernels
@@ -102,7 +102,8 @@ def measure_rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. min_bytes: minimum bytes of a shape's matrices."""
     measured_rates: list[Rate] = []
-    packed_type = sizes.packed_type if sizes.packed_type in QUANTIZED and kernels.can_use_quantized else None
+    can_measure = sizes.packed_type in QUANTIZATIONS and kernels.can_use_quantized
+    packed_type = sizes.packed_type if can_measure else None
     total = (len(dtypes) * len(SHAPES) + (packed_type is not None)) * len(sizes.rows)
     jobs = [
         (dtype_name(dtype), _jobs(kernels, dtype, sizes.with_matrix_bytes(min_bytes, dtype.itemsize), device))
@@ -178,7 +179,7 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 
 
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
-    hidden, is_compressed = sizes.hidden, sizes.packed_type == COMPRESSED and kernels.can_use_compressed
+    hidden, is_compressed = sizes.hidden, sizes.packed_type == COMPRESSED_DTYPE and kernels.can_use_compressed
     is_compressed = is_compressed and dtype is torch.bfloat16
     yield from _expert_jobs(kernels, dtype, sizes, device, _compress if is_compressed else _keep)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
@@ -230,7 +231,7 @@ def _experts(sizes: Sizes, dtype: torch.dtype, device: str, store: Store) -> Exp
 
     hidden, width = sizes.hidden, sizes.width
     parts = part(width, hidden), part(width, hidden), part(hidden, width)
-    return ExpertWeights(*parts, packed_dtype=sizes.packed_type or COMPRESSED)
+    return ExpertWeights(*parts, packed_dtype=sizes.packed_type or COMPRESSED_DTYPE)
 
 
 def _keep(matrix: torch.Tensor) -> torch.Tensor:
@@ -248,16 +249,16 @@ def _randomize_like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
 
 def random_in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     """A matrix of random numbers in a type of `core.stored.OF_EXPERTS`."""
-    if kind in QUANTIZED:
+    if kind in QUANTIZATIONS:
         return _quantize_random(kind, shape)
-    if kind == COMPRESSED:
+    if kind == COMPRESSED_DTYPE:
         return _compress(random(shape, torch.bfloat16, "cpu"))
     return random(shape, getattr(torch, kind), "cpu")
 
 
 def _quantize_random(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A matrix of random numbers in a quantised type."""
-    quantized_format, (rows, columns) = QUANTIZED[kind], shape
+    quantized_format, (rows, columns) = QUANTIZATIONS[kind], shape
     codes = torch.randint(
         0x7F if quantized_format.bits == 8 else 16, (rows, columns), dtype=torch.uint8
     ).numpy()

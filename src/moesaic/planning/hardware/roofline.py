@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moesaic.core.stored import is_integer
+from moesaic.core.weight_types import is_integer
 from moesaic.cost.ops import Work
 from moesaic.kernels.table import BY_NAME, INTEGER, ROUNDING, SPLITTING, Kernels
 from moesaic.planning.hardware import operations, products

@@ -181,7 +181,7 @@ class SimulatedCluster:
             Replicas(own=number if is_colocated else None, pair_bytes=2 * row),
             layout.num_experts,
             row,
-            portion_rows=self._decisions.told_rows if kind in SEPARATE else None,
+            portion_rows=self._decisions.partial_answer_rows if kind in SEPARATE else None,
             every_server=kind in IN_ROUNDS,
             on_call_answered=self.record.record_answer,
             way=None if links is None else partial(links.way, number),
@@ -209,7 +209,7 @@ class SimulatedCluster:
         Servers beside workers share their devices, as processes share the cores of a CPU.
         """
         run_rows, layout = self.scenario.schedule.run_rows, self.shape.layout
-        curves = replace(self.devices.curves, shared=self.scenario.servers.beside_workers)
+        curves = replace(self.devices.curves, shares_cores=self.scenario.servers.beside_workers)
         if run_rows is not None:
             curves = replace(curves, thresholds=replace(curves.thresholds, separate_rows=run_rows))
         process_counts = self.scenario.servers.count, self.scenario.workers.count
@@ -235,7 +235,7 @@ class SimulatedCluster:
         scenario, layout = self.scenario, self.shape.layout
         is_colocated = scenario.servers.beside_workers
         device, stream = self._device(f"device {number}" if is_colocated else f"server {number}")
-        rule = self._start_rule(len(self.fleet.placement.of(number).get(0, ())))
+        rule = self._start_rule(len(self.fleet.placement.server_experts(number).get(0, ())))
         return SimulatedServer(
             number,
             self.timeline,

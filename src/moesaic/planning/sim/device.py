@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel
+from moesaic.core.paced_devices import LinkModel
 from moesaic.core.topology import Topology, Way
 from moesaic.planning.sim.timeline import Timeline
 

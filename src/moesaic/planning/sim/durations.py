@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from moesaic.core import paced
+from moesaic.core import paced_devices
 from moesaic.core.curves import Curve
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel, PacedDevices
+from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.cost import ops, roofline
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import MACHINES
@@ -33,7 +33,7 @@ def build_scenario_devices(scenario: Scenario, model: ModelSizes) -> PacedDevice
     else:
         devices = _read_devices(scenario, name_or_tables)
     if topology is not None:
-        return replace(devices, link=topology.inside)
+        return replace(devices, link=topology.intra_host_link)
     link = LinkModel(
         _scale_or_default(scenario.links.latency_us, 1e-6, devices.link.latency),
         _scale_or_default(scenario.links.gb_per_s, 1e9, devices.link.bandwidth),
@@ -44,12 +44,14 @@ def build_scenario_devices(scenario: Scenario, model: ModelSizes) -> PacedDevice
 def _read_devices(scenario: Scenario, devices: str | dict[str, object]) -> PacedDevices:
     try:
         if isinstance(devices, dict):
-            return paced.of_tables(devices, "the scenario")
+            return paced_devices.parse_tables(devices, "the scenario")
         if not devices.endswith(".toml"):
             raise ConfigError.field("devices", devices, ", ".join((*MACHINES, "a .toml file")))
-        return paced.read(scenario.path(devices))
+        return paced_devices.read(scenario.path(devices))
     except ConfigError as error:
-        raise ConfigError("devices" + str(error).removeprefix(paced.FLAG).removeprefix("devices")) from error
+        raise ConfigError(
+            "devices" + str(error).removeprefix(paced_devices.FLAG).removeprefix("devices")
+        ) from error
 
 
 def _scale_or_default(value: float | None, unit: float, default: float) -> float:

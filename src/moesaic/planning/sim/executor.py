@@ -51,7 +51,7 @@ class Reports(Protocol):
 
 def sample_constant(plan: StepPlan) -> tuple[IntArray, IntArray | None]:
     """Sample the same token for each entry."""
-    return np.full(len(plan.sampled), TOKEN, dtype=np.int64), None
+    return np.full(len(plan.sampled_sequences), TOKEN, dtype=np.int64), None
 
 
 @dataclass

@@ -66,7 +66,7 @@ def first_placement(
     return Placement(
         0,
         layout.num_experts,
-        {inner[layer]: experts_by_server for layer, experts_by_server in placement.held.items()},
+        {inner[layer]: experts_by_server for layer, experts_by_server in placement.experts_by_layer.items()},
     )
 
 
@@ -122,7 +122,7 @@ class Fleet:
         self.servers[number] = self._make(number)
 
     def _publish(self) -> None:
-        experts = {server: self.placement.of(server) for server in self.servers}
+        experts = {server: self.placement.server_experts(server) for server in self.servers}
         for client in self._clients:
             client.update(self.servers, experts)
             client.wake()

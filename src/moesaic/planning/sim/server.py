@@ -163,7 +163,7 @@ class SimulatedServer:
         client, self._next_client = self._next_client, self._next_client + 1
         self._clients[connection] = client
         self._service.client_joined(client)
-        self._barrier.joined(client)
+        self._barrier.add_client(client)
         end = connection.client_end
         assert isinstance(end, SimulatedExperts)
         connection.answer(partial(end.on_server_joined, connection), 0)
@@ -173,18 +173,18 @@ class SimulatedServer:
         if client is None:
             return
         self._service.client_left(client)
-        self._open(self._barrier.left(client))
+        self._open(self._barrier.remove_client(client))
         self._calls = {number: entry for number, entry in self._calls.items() if entry[0] is not connection}
 
     def _at_barrier(self, connection: Connection, message: AtBarrier) -> None:
         client = self._clients[connection]
         number, self._next_call = self._next_call, self._next_call + 1
         self._arrivals[number] = connection
-        if self._barrier.has_begun(message.step):
+        if self._barrier.has_begun_step(message.step):
             self._begin(number)
             return
         self._service.client_paused(client)
-        self._open(self._barrier.arrived(client, number, message.work, message.step))
+        self._open(self._barrier.record_arrival(client, number, message.work, message.step))
 
     def _begin(self, number: int) -> None:
         connection = self._arrivals.pop(number)
@@ -204,10 +204,10 @@ class SimulatedServer:
             return
         number, self._next_call = self._next_call, self._next_call + 1
         client, now = self._clients[connection], self._timeline.now
-        self._open(self._barrier.computes(client))
+        self._open(self._barrier.record_computing(client))
         self._calls[number] = connection, call, len(call.pairs)
         self._service.client_joined(client)
-        self._service.arrived(number, client, call.submission.layer, call.experts, now)
+        self._service.add_call(number, client, call.submission.layer, call.experts, now)
 
     def _compute(self, run: Run) -> Waits:
         began = self._timeline.now

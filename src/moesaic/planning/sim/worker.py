@@ -11,10 +11,10 @@ from moesaic.planning.sim.executor import SimulatedExecutor
 from moesaic.planning.sim.timeline import Idle, Process, Sleep, Timeline, Waits
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
-    Arrived,
-    Cancelled,
     Event,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     Scheduler,
 )
 from moesaic.policy.scheduling.schedulers.event_queue import put
@@ -50,7 +50,7 @@ class SimulatedWorker:
         self._journal = journal
         self._handling = handling
         self._inbox: deque[Submit | Cancel] = deque()
-        self._events: deque[Event] = deque([Arrived([])])
+        self._events: deque[Event] = deque([RequestsArrived([])])
         self._process = Process(timeline, self._run())
         executor.experts.wake = self._process.wake
 
@@ -89,9 +89,9 @@ class SimulatedWorker:
         while self._inbox:
             match self._inbox.popleft():
                 case Submit(requests, generated):
-                    put(self._events, Arrived(list(requests), list(generated)))
+                    put(self._events, RequestsArrived(list(requests), list(generated)))
                 case Cancel(request_ids):
-                    put(self._events, Cancelled(request_ids))
+                    put(self._events, RequestsCancelled(request_ids))
 
     def _carry_out(self, actions: list[Action]) -> Waits:
         """Carry out the actions, releases first."""

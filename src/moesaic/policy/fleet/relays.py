@@ -73,8 +73,8 @@ def pays(
 ) -> bool:
     """Whether these shares of a call should go through a relay. way: from the client to this host."""
     saved = saved_bytes(shares, rows, row_bytes, summed) / way.link.bandwidth
-    passed = passed_bytes(shares, row_bytes, partial) / way.inside.bandwidth
-    return saved > passed + 2 * (way.inside.latency + hop)
+    passed = passed_bytes(shares, row_bytes, partial) / way.intra_host_link.bandwidth
+    return saved > passed + 2 * (way.intra_host_link.latency + hop)
 
 
 class Resting:
@@ -97,7 +97,7 @@ def by_host(servers: Sequence[int], ways: Mapping[int, Way]) -> list[list[int]]:
     found: dict[str, list[int]] = {}
     for server in sorted(servers):
         way = ways.get(server)
-        if way is not None and not way.near:
+        if way is not None and not way.on_one_host:
             found.setdefault(way.host, []).append(server)
     return [group for group in found.values() if len(group) > 1]
 

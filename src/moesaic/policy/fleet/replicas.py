@@ -164,7 +164,7 @@ class Replicas:
 
     def far(self, server: int) -> bool:
         """Whether the server is on another host than this client, as far as that is known."""
-        return server in self._ways and not self._ways[server].near
+        return server in self._ways and not self._ways[server].on_one_host
 
     @property
     def ways(self) -> Mapping[int, Way]:

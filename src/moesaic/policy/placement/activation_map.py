@@ -44,7 +44,7 @@ def commonest(profile: Profile, index: int, most: int) -> IntArray:
     """
     counts = profile.counts[index]
     seen = _pairs(counts)
-    return np.sort(np.argsort(-seen, kind="stable")[: min(most, len(counts.known))]).astype(np.int64)
+    return np.sort(np.argsort(-seen, kind="stable")[: min(most, len(counts.known_tokens))]).astype(np.int64)
 
 
 def activation_map(profile: Profile, clusters: Coclusters, index: int, tokens: IntArray) -> ActivationMap:

@@ -67,7 +67,7 @@ def place(
         homes.model,
         homes.tables,
     )
-    return previous if previous is not None and previous.held == new.held else new
+    return previous if previous is not None and previous.experts_by_layer == new.experts_by_layer else new
 
 
 def _copied(

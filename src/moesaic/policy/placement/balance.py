@@ -83,9 +83,8 @@ def place(
     gets experts 0, 1 and one of the others, and a load of 8.
     """
     _check(load, layers, servers, redundant, min_replicas, previous)
-    ids, experts = sorted(servers), load.shape[1]
+    load, ids, experts = np.asarray(load, dtype=np.float64), sorted(servers), load.shape[1]
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
-    load = np.asarray(load, dtype=np.float64)
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
     before = [copy_mask(previous, layer, ids, experts) for layer in layers]
     there = Hosts.where(ids, hosts)
@@ -98,7 +97,8 @@ def place(
     if previous is None:
         return Placement(0, experts, held, model)
     new = Placement(previous.version + 1, experts, held, model or previous.model)
-    return previous if (previous.held, previous.model) == (new.held, new.model) else new
+    is_same = (previous.experts_by_layer, previous.model) == (new.experts_by_layer, new.model)
+    return previous if is_same else new
 
 
 def _check(
@@ -130,7 +130,7 @@ def _check(
 def copy_mask(placement: Placement | None, layer: int, ids: Sequence[int], experts: int) -> BoolArray:
     """[E, N] True where the server in `ids` has the expert."""
     held = np.zeros((experts, len(ids)), dtype=np.bool_)
-    by_server = placement.held.get(layer, {}) if placement else {}
+    by_server = placement.experts_by_layer.get(layer, {}) if placement else {}
     for column, server in enumerate(ids):
         held[list(by_server.get(server, ())), column] = True
     return held
@@ -200,7 +200,9 @@ def moves(old: Placement | None, new: Placement) -> list[Move]:
         for layer in new.layers
         for expert in range(new.num_experts)
         for server in new.holders(layer, expert)
-        if old is None or server not in old.held.get(layer, {}) or expert not in old.held[layer][server]
+        if old is None
+        or server not in old.experts_by_layer.get(layer, {})
+        or expert not in old.experts_by_layer[layer][server]
     ]
 
 
@@ -235,7 +237,7 @@ def gain(load: Load, old: Placement, new: Placement, servers: Mapping[int, float
 
     Example: critical loads of 20 before and 15 after give 0.25.
     """
-    if old.orphans(without=set(old.servers) - set(servers)):
+    if old.orphans(excluded_servers=set(old.servers) - set(servers)):
         return 1.0
     before = critical_load(load, old, servers)
     return 1 - critical_load(load, new, servers) / before if before else 0.0

@@ -54,12 +54,12 @@ def split(profile: Profile, share: float, seed: int) -> tuple[Profile, Routes]:
         allowed = f"a share that leaves some of the {routes.requests} requests with routes on each side"
         raise ConfigError.field("--share", share, allowed)
     rng = np.random.default_rng(seed)
-    return profile.of(learned), held_out.of(rng.permutation(held_out.requests))
+    return profile.with_routes(learned), held_out.select(rng.permutation(held_out.requests))
 
 
 def unseen(learned: Profile, held_out: Routes) -> float:
     """Share of the held-out tokens with ids that `learned` does not know."""
-    return float(1 - np.isin(held_out.tokens, learned.counts[0].known).mean())
+    return float(1 - np.isin(held_out.tokens, learned.counts[0].known_tokens).mean())
 
 
 def measure_placement(

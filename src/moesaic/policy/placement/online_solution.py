@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.core.coclusters import Coclusters
-from moesaic.core.placement import NOBODY, Placement
+from moesaic.core.placement import NO_SERVER, Placement
 from moesaic.core.profile import Profile, Routes, SmallArray
 from moesaic.core.tables import Tables
 from moesaic.policy.placement import around_homes, predict
@@ -85,7 +85,7 @@ def solve(
     The ranks are numbered so that as many experts as possible stay where they are.
     """
     learned, held_out = profile.routes.split(SHARE, seed)
-    known = profile.of(learned)
+    known = profile.with_routes(learned)
     ranks = len(fleet.ranks)
     found = SOLVERS[solver](known, ranks, seed)
     found = _numbered_like(found, present, profile.layers, fleet)
@@ -164,8 +164,8 @@ def _indices(homes: SmallArray, servers: Sequence[int]) -> SmallArray:
 
     Copies on other servers, which have left, count as none.
     """
-    places = np.full(max(NOBODY, int(homes.max()), *servers) + 2, NOBODY, dtype=np.int16)
+    places = np.full(max(NO_SERVER, int(homes.max()), *servers) + 2, NO_SERVER, dtype=np.int16)
     places[list(servers)] = np.arange(len(servers))
     found = places[homes]  # NOBODY, -1, reads the last entry, which is NOBODY
-    order = np.argsort(found == NOBODY, axis=2, kind="stable")
+    order = np.argsort(found == NO_SERVER, axis=2, kind="stable")
     return np.take_along_axis(found, order, axis=2)

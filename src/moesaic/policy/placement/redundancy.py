@@ -54,7 +54,7 @@ def place(
         home = clusters.experts[row][:, None] == np.arange(clusters.ranks)
         found = copied(demand(profile, clusters, row), home, redundant, worth)
         held[layer] = {rank: np.flatnonzero(column).tolist() for rank, column in enumerate(found.T)}
-    return replace(made, held=held)
+    return replace(made, experts_by_layer=held)
 
 
 def tables_of(profile: Profile, clusters: Coclusters, placement: Placement) -> Tables:

@@ -40,7 +40,7 @@ def map_requests(routes: Routes, num_experts: int, most: int = 1000) -> RequestM
     filled = np.flatnonzero(np.diff(routes.starts))
     if not len(filled):
         return None
-    routes = routes.of(filled[np.linspace(0, len(filled) - 1, min(most, len(filled))).astype(np.int64)])
+    routes = routes.select(filled[np.linspace(0, len(filled) - 1, min(most, len(filled))).astype(np.int64)])
     chosen = _chosen(routes, num_experts)
     centred = chosen - chosen.mean(axis=0)
     values, vectors = np.linalg.eigh(centred @ centred.T)

@@ -53,18 +53,18 @@ def joined_by(placement: Placement, kept: Mapping[int, Kept], servers: Mapping[i
     It is a placement to stay close to, not one to serve by. Its version is one higher. kept, servers: as of
     `place`.
     """
-    held = {layer: dict(by_server) for layer, by_server in placement.held.items()}
+    held = {layer: dict(by_server) for layer, by_server in placement.experts_by_layer.items()}
     for server, experts in kept.items():
         for layer in held if server in servers else ():
             real = {one for one in experts.get(layer, ()) if 0 <= one < placement.num_experts}
             held[layer][server] = sorted(real | set(held[layer].get(server, ())))
-    return replace(placement, version=placement.version + 1, held=held)
+    return replace(placement, version=placement.version + 1, experts_by_layer=held)
 
 
 def missing(placement: Placement, kept: Mapping[int, Kept]) -> int:
     """The number of copies of `placement` that its servers have to load. kept: as of `place`."""
     return sum(
         len(set(experts) - set(kept.get(server, {}).get(layer, ())))
-        for layer, by_server in placement.held.items()
+        for layer, by_server in placement.experts_by_layer.items()
         for server, experts in by_server.items()
     )

@@ -94,7 +94,7 @@ def examine(profile: Profile, routes: Routes, share: float, ranks: int, seed: in
     learned, asked = routes.split(min(share, 1 - 1 / routes.requests), seed)
     if not len(learned.tokens) or not len(asked.tokens):
         return None
-    known = profile.of(learned)
+    known = profile.with_routes(learned)
     by_rank = predict_ranks(known, asked, ranks)
     layers = tuple(
         LayerPrediction(
@@ -124,8 +124,8 @@ def static_top(
     """
     vocab_size, k = len(counts.starts) - 1, experts.shape[1]
     top = hottest(counts, k)
-    later = Counts.of(tokens, experts, vocab_size, num_experts)
-    shared = np.intersect1d(counts.known, later.known)
+    later = Counts.from_pairs(tokens, experts, vocab_size, num_experts)
+    shared = np.intersect1d(counts.known_tokens, later.known_tokens)
     found = (later.experts[:, None] == top[later.tokens]).any(axis=1)
     right = np.bincount(later.tokens, found, minlength=vocab_size)[shared]
     chosen = np.diff(later.starts)[shared]
@@ -150,7 +150,7 @@ def look_back(learned: SmallArray, asked: SmallArray, layer: int, num_experts: i
             past = past * num_experts + learned[:, layer - back, 0]
             asked_past = asked_past * num_experts + asked[:, layer - back, 0]
         pasts, which = np.unique(past, return_inverse=True)
-        common = hottest(Counts.of(which, now, len(pasts), num_experts), k)
+        common = hottest(Counts.from_pairs(which, now, len(pasts), num_experts), k)
         place = np.minimum(np.searchsorted(pasts, asked_past), len(pasts) - 1)
         seen = pasts[place] == asked_past
         predicted[seen] = common[place[seen]]

@@ -99,7 +99,7 @@ class Statistics:
 def describe(profile: Profile, routes: Routes) -> Statistics:
     """Compute the statistics. routes: the profile's own, or a part of them if there are many."""
     layers = tuple(_layer(profile, routes, index) for index in range(len(profile.layers)))
-    known = np.unique(np.concatenate([counts.known for counts in profile.counts]))
+    known = np.unique(np.concatenate([counts.known_tokens for counts in profile.counts]))
     return Statistics(
         model=profile.model,
         tokens=profile.tokens,
@@ -122,7 +122,7 @@ def sample(routes: Routes, tokens: int, seed: int) -> Routes:
     rng = np.random.default_rng(seed)
     order = rng.permutation(routes.requests)
     ends = np.cumsum(np.diff(routes.starts)[order])
-    return routes.of(np.sort(order[: max(1, int(np.searchsorted(ends, tokens, side="right")))]))
+    return routes.select(np.sort(order[: max(1, int(np.searchsorted(ends, tokens, side="right")))]))
 
 
 def _layer(profile: Profile, routes: Routes, index: int) -> LayerStatistics:
@@ -193,9 +193,9 @@ def hotness(counts: Counts, k: int) -> tuple[FloatArray, FloatArray]:
     order, place = _hottest_first(counts)
     ranked = counts.counts[order]
     size = len(counts.starts) - 1
-    total = np.bincount(counts.tokens, counts.counts, minlength=size)[counts.known]
+    total = np.bincount(counts.tokens, counts.counts, minlength=size)[counts.known_tokens]
     top, rest = (
-        np.bincount(counts.tokens[part], ranked[part], minlength=size)[counts.known] / total
+        np.bincount(counts.tokens[part], ranked[part], minlength=size)[counts.known_tokens] / total
         for part in (place < k, place == k)
     )
     return top, rest
@@ -211,11 +211,13 @@ def kurtosis(counts: Counts, num_experts: int) -> FloatArray:
         absent = num_experts - np.diff(counts.starts)
         there = np.bincount(tokens, (counts.counts - mean) ** power, minlength=size)
         everywhere: FloatArray = (there + absent * (total / num_experts) ** power) / num_experts
-        return everywhere[counts.known]
+        return everywhere[counts.known_tokens]
 
     spread = moment(2)
     found = np.zeros_like(spread)
-    np.divide(moment(4), spread**2, out=found, where=spread > 1e-12 * mean[counts.starts[counts.known]] ** 2)
+    np.divide(
+        moment(4), spread**2, out=found, where=spread > 1e-12 * mean[counts.starts[counts.known_tokens]] ** 2
+    )
     return found
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from moesaic.core.placement import NOBODY, Placement
+from moesaic.core.placement import NO_SERVER, Placement
 from moesaic.core.tokens import IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -99,7 +99,9 @@ def on_one_host(
     hosts: as of `Hosts.where`. Returns 0 if all of these servers are on one host.
     """
     held = placement.table(layer)
-    mask = np.zeros((placement.num_experts, max(NOBODY + 1, int(held.max()), *servers) + 2), dtype=np.bool_)
+    mask = np.zeros(
+        (placement.num_experts, max(NO_SERVER + 1, int(held.max()), *servers) + 2), dtype=np.bool_
+    )
     np.put_along_axis(mask, held, True, axis=1)  # NOBODY, -1, marks the last column, which is no server
     return Hosts.where(servers, hosts).on_one(mask[:, list(servers)])
 

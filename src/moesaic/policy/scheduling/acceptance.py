@@ -18,25 +18,25 @@ SOON, FIRST_WAIT, LAST_WAIT = 2, 24, 1024
 class Acceptance:
     """Faded counts of drafted tokens. A token behind a wrong one was not checked."""
 
-    accepted: float = FIRST[0]
-    checked: float = FIRST[1]
+    num_accepted: float = FIRST[0]
+    num_checked: float = FIRST[1]
     fade: float = FADE
     wait: int = SOON
     """Tokens without a draft before one is tried."""
-    waited: int = 0
+    tokens_since_draft: int = 0
     """Tokens since the last draft."""
 
     @property
     def rate(self) -> float:
         """The probability that a drafted token is right when those before it are."""
-        return self.accepted / self.checked
+        return self.num_accepted / self.num_checked
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """Count a check of `drafted` tokens, of which the first `accepted` were right."""
-        self.accepted = self.fade * self.accepted + accepted
-        self.checked = self.fade * self.checked + accepted + (accepted < drafted)
-        self.wait = SOON if accepted else max(FIRST_WAIT, min(LAST_WAIT, 2 * self.wait))
-        self.waited = 0
+    def add(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count a check of `num_draft_tokens` tokens, of which the first `num_accepted` were right."""
+        self.num_accepted = self.fade * self.num_accepted + num_accepted
+        self.num_checked = self.fade * self.num_checked + num_accepted + (num_accepted < num_draft_tokens)
+        self.wait = SOON if num_accepted else max(FIRST_WAIT, min(LAST_WAIT, 2 * self.wait))
+        self.tokens_since_draft = 0
 
     def of_new_request(self) -> Acceptance:
         """What a request begins with, behind the requests that were counted here."""

@@ -48,10 +48,10 @@ class Arrivals(Protocol):
     def requests(self) -> list[Request]: ...
 
     @property
-    def generated(self) -> list[list[int]]: ...
+    def generated_ids(self) -> list[list[int]]: ...
 
     @property
-    def received(self) -> dict[int, int]: ...
+    def received_tokens(self) -> dict[int, int]: ...
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class ScheduledStep:
 
     chunks: list[Chunk]
     """The rows to compute, decodes first."""
-    admitted: list[Sequence]
+    admitted_sequences: list[Sequence]
     """Requests that left the queue. Their num_computed counts the tokens found in the prefix cache."""
-    preempted: list[Sequence]
+    preempted_sequences: list[Sequence]
     """Requests that went back to the queue, last arrival first. Either this or `admitted` is empty."""
 
 
@@ -115,11 +115,14 @@ class ContinuousBatching:
         """Waiting sequences by request id, in order of arrival. All arrived later than the `running` ones."""
         self.preemptions = 0
 
-    def add(self, request: Request, now: float, generated: Iterable[int] = (), received: int = 0) -> None:
+    def add(
+        self, request: Request, now: float, generated_ids: Iterable[int] = (), received_tokens: int = 0
+    ) -> None:
         """Queue a request. It must have arrived later than all requests before.
 
-        generated: tokens that a worker which died had generated for it. Their KV is computed again, as after
-        a preemption. received: how many of all these tokens have KV here, which another worker sent.
+        generated_ids: tokens that a worker which died had generated for it. Their KV is computed again, as
+        after a preemption. received_tokens: how many of all these tokens have KV here, which another worker
+        sent.
 
         Raises RequestError when the prompt is empty or leaves no room for an answer, although
         the engine has checked that before.
@@ -133,17 +136,19 @@ class ContinuousBatching:
                 "prompt",
             )
         sequence = Sequence(request, self.limits.max_model_len, now)
-        for token in generated:
+        for token in generated_ids:
             sequence.append(token)
-        sequence.received = received
+        sequence.received_tokens = received_tokens
         self.waiting[request.request_id] = sequence
 
-    def add_all(self, arrived: Arrivals, now: float) -> None:
+    def add_all(self, arrivals: Arrivals, now: float) -> None:
         """Queue requests in order of arrival."""
-        generated = arrived.generated
-        for index, request in enumerate(arrived.requests):
-            received = arrived.received.get(request.request_id, 0)
-            self.add(request, now, generated[index] if index < len(generated) else (), received)
+        generated_ids = arrivals.generated_ids
+        for index, request in enumerate(arrivals.requests):
+            received_tokens = arrivals.received_tokens.get(request.request_id, 0)
+            self.add(
+                request, now, generated_ids[index] if index < len(generated_ids) else (), received_tokens
+            )
 
     def remove(self, request_id: int) -> Sequence | None:
         """Take a request out of the queues for good. It keeps its blocks until `free`."""
@@ -152,9 +157,9 @@ class ContinuousBatching:
             sequence.stage = Stage.FINISHED
         return sequence
 
-    def failed(self, sequence: Sequence) -> None:
+    def record_failure(self, sequence: Sequence) -> None:
         """Record that a step with rows of this sequence has failed. Its rows are pending again."""
-        sequence.drafted = []
+        sequence.draft_tokens = []
         if sequence.stage is Stage.RUNNING:
             self.blocks.trim(sequence.request_id, sequence.num_tokens)
             sequence.num_computed = self.blocks.rewind(sequence.request_id, sequence.num_computed)
@@ -166,25 +171,26 @@ class ContinuousBatching:
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a removed request that ran. No step may use them any more."""
-        self.blocks.free(sequence.request_id, valid=not sequence.failed)
+        self.blocks.free(sequence.request_id, valid=not sequence.has_nonfinite_logits)
 
     def schedule(
         self,
         now: float,
         busy: Collection[int] = frozenset(),
-        most_rows: int | None = None,
-        most_with_drafts: int | None = None,
+        max_rows: int | None = None,
+        max_rows_with_drafts: int | None = None,
     ) -> ScheduledStep:
         """Choose the rows of the next step.
 
         The counters of all running requests must be up to date, except those of `busy` requests.
 
         busy: requests whose rows are being computed. They get no more rows and keep their blocks.
-        most_rows: replaces max_num_batched_tokens when rows that are being computed leave room for fewer.
-        most_with_drafts: replaces most_rows for a step with drafted tokens.
+        max_rows: replaces max_num_batched_tokens when rows that are being computed leave room for fewer.
+        max_rows_with_drafts: replaces most_rows for a step with drafted tokens.
         """
-        rows = self.limits.max_num_batched_tokens if most_rows is None else most_rows
-        most = rows if most_with_drafts is None else most_with_drafts
+        rows = self.limits.max_num_batched_tokens if max_rows is None else max_rows
+        max_step_rows = rows if max_rows_with_drafts is None else max_rows_with_drafts
+        # Decodes get their blocks before anything is admitted: a prompt must not delay another next token.
         preempted, stalled = self._make_room(now, busy)
         running = [s for s in self.running.values() if s.request_id not in busy and s not in stalled]
         chunks = [(sequence, 1) for sequence in running if sequence.num_pending == 1][: max(0, rows)]
@@ -194,9 +200,10 @@ class ContinuousBatching:
                 chunks.append((sequence, self._chunk(sequence, rows)))
                 rows -= chunks[-1][1]
         admitted: list[Sequence] = []
+        # After a preemption nothing is admitted: the new request would take the blocks that were just freed.
         if not preempted and rows and self.waiting:
             admitted = self._admit(chunks, rows)
-        return ScheduledStep(self._with_drafts(chunks, most - len(chunks)), admitted, preempted)
+        return ScheduledStep(self._with_drafts(chunks, max_step_rows - len(chunks)), admitted, preempted)
 
     def _with_drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
         """The chunks with rows for drafted tokens, if all of them are the rows of next tokens.
@@ -207,14 +214,14 @@ class ContinuousBatching:
         if room <= 0 or not all(one.num_pending == 1 and one.num_generated for one in sequences):
             return chunks
         self.speculation.draft(sequences, room, self.blocks, spare=len(self.running))
-        return [(sequence, 1 + len(sequence.drafted)) for sequence in sequences]
+        return [(sequence, 1 + len(sequence.draft_tokens)) for sequence in sequences]
 
     def _chunk(self, sequence: Sequence, rows: int) -> int:
         """How many rows of the sequence a step computes that has room for `rows`."""
-        most = self.limits.max_prefill_chunk
-        most = rows if most is None else min(rows, most)
+        max_rows = self.limits.max_prefill_chunk
+        max_rows = rows if max_rows is None else min(rows, max_rows)
         start = sequence.num_computed
-        stop = min(sequence.chunk_end, start + most)
+        stop = min(sequence.chunk_end, start + max_rows)
         return self.blocks.cut(sequence.request_id, start, stop) - start
 
     def _make_room(self, now: float, busy: Collection[int]) -> tuple[list[Sequence], list[Sequence]]:
@@ -242,6 +249,7 @@ class ContinuousBatching:
         self.blocks.free(request_id)
         sequence.preempt(now)
         self.waiting[request_id] = sequence
+        # It arrived before all requests that wait, so it goes to the front.
         self.waiting.move_to_end(request_id, last=False)
         self.preemptions += 1
         return sequence
@@ -255,12 +263,13 @@ class ContinuousBatching:
         while self.waiting and rows and len(self.running) < self.limits.max_num_seqs:
             request_id, sequence = next(iter(self.waiting.items()))
             tokens = sequence.tokens.array
-            cached = self.blocks.allocate(request_id, tokens, sequence.reusable, spare)
-            if cached is None:
+            num_cached = self.blocks.allocate(request_id, tokens, sequence.reusable, spare)
+            # No later request may overtake this one, even if it would fit.
+            if num_cached is None:
                 break
             self.running[request_id] = self.waiting.pop(request_id)
-            sequence.admit(cached)
-            if sequence.restored:
+            sequence.admit(num_cached)
+            if sequence.restored_positions:
                 self.blocks.restore(request_id, sequence.num_computed)
             admitted.append(sequence)
             chunks.append((sequence, self._chunk(sequence, rows)))

@@ -15,8 +15,8 @@ from moesaic.core.tokens import IntArray
 class Drafter(Protocol):
     """Proposes tokens. It is pure: equal tokens give equal proposals."""
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
-        """Up to `most` tokens that may follow `tokens` [t], the prompt and the answer so far."""
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens that may follow `tokens` [t], the prompt and the answer so far."""
         ...
 
 
@@ -37,16 +37,16 @@ class NgramDrafter:
         self._shortest = shortest
         self._longest = longest
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
-        """See `Drafter`."""
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens that followed the last tokens at an earlier place."""
         place = self._find(tokens)
         if place is None:
             return []
-        behind: list[int] = tokens[place : place + most].tolist()
+        continuation: list[int] = tokens[place : place + max_tokens].tolist()
         period = len(tokens) - place
-        while len(behind) < most:
-            behind.append(behind[len(behind) - period])
-        return behind
+        while len(continuation) < max_tokens:
+            continuation.append(continuation[len(continuation) - period])
+        return continuation
 
     def _find(self, tokens: IntArray) -> int | None:
         """The position behind the last earlier place of the longest run of last tokens. None: too short."""
@@ -66,6 +66,6 @@ class NgramDrafter:
 class NoDrafter:
     """A Drafter that proposes nothing."""
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
-        """See `Drafter`."""
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
+        """No tokens."""
         return []

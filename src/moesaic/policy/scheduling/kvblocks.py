@@ -50,9 +50,9 @@ class _Table:
 
     __slots__ = ("blocks", "num_committed")
 
-    def __init__(self, known: list[int]) -> None:
-        self.blocks = IntVector(known)
-        self.num_committed = len(known)
+    def __init__(self, known_blocks: list[int]) -> None:
+        self.blocks = IntVector(known_blocks)
+        self.num_committed = len(known_blocks)
         """Blocks 0 : num_committed are known. 0 <= num_committed <= len(blocks)."""
 
 
@@ -68,13 +68,13 @@ class KVBlocks:
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached_blocks: OrderedDict[int, None] = OrderedDict()
         """Known blocks that no request uses, least recently released first."""
         self._references = [0] * num_blocks
         """How many requests use each block."""
         self._keys: list[Key | None] = [None] * num_blocks
         self._identities = [ROOT] * num_blocks
-        self._known: dict[Key, int] = {}
+        self._block_by_key: dict[Key, int] = {}
         self._last_identity = ROOT
         self._tables: dict[int, _Table] = {}
         self._queries = 0
@@ -85,7 +85,7 @@ class KVBlocks:
     @property
     def available(self) -> int:
         """Blocks that can be allocated now: free or cached."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens need. The last one may be partly filled."""
@@ -107,9 +107,9 @@ class KVBlocks:
 
         total == free + cached + used. A request that is admitted again counts as another query.
         """
-        free, cached = len(self._free), len(self._cached)
-        used = self.num_blocks - free - cached
-        return BlockStats(self.num_blocks, free, cached, used, self._queries, self._hits)
+        num_free, num_cached = len(self._free), len(self._cached_blocks)
+        num_used = self.num_blocks - num_free - num_cached
+        return BlockStats(self.num_blocks, num_free, num_cached, num_used, self._queries, self._hits)
 
     # ---- what sequences have beside their blocks: see `StateBlocks`
 
@@ -132,9 +132,9 @@ class KVBlocks:
         """Counts of seats and pages of states."""
         return StateStats()
 
-    def _usable(self, known: list[int]) -> list[int]:
-        """Those of the blocks found for a prompt from which its request can go on."""
-        return known
+    def _usable(self, known_blocks: list[int]) -> list[int]:
+        """The blocks found for a prompt from which its request can go on."""
+        return known_blocks
 
     # ---- changes
 
@@ -150,19 +150,19 @@ class KVBlocks:
             raise ValueError(f"request {request_id} has blocks already")
         if self.available <= spare:  # the last token always needs a new block: skip the lookup
             return None
-        known = self._usable(self._find(token_ids, min(reusable, len(token_ids) - 1)))
-        revived = sum(not self._references[block] for block in known)
-        missing = self.blocks_for(len(token_ids)) - len(known)
-        if missing + spare > self.available - revived:
+        known_blocks = self._usable(self._find(token_ids, min(reusable, len(token_ids) - 1)))
+        num_revived = sum(not self._references[block] for block in known_blocks)
+        missing = self.blocks_for(len(token_ids)) - len(known_blocks)
+        if missing + spare > self.available - num_revived:
             return None
-        for block in known:
+        for block in known_blocks:
             self._hold(block)
-        table = self._tables[request_id] = _Table(known)
+        table = self._tables[request_id] = _Table(known_blocks)
         table.blocks.extend([self._take() for _ in range(missing)])
         if self.prefix_reuse and reusable:
             self._queries += len(token_ids)
-            self._hits += len(known) * self.block_size
-        return len(known) * self.block_size
+            self._hits += len(known_blocks) * self.block_size
+        return len(known_blocks) * self.block_size
 
     def extend(self, request_id: int, num_tokens: int) -> bool:
         """Allocate blocks so that `num_tokens` tokens fit in all.
@@ -178,13 +178,13 @@ class KVBlocks:
         blocks.extend([self._take() for _ in range(missing)])
         return True
 
-    def reserve(self, request_id: int, num_tokens: int, drafted: int, spare: int) -> int:
+    def reserve(self, request_id: int, num_tokens: int, num_draft_tokens: int, spare: int) -> int:
         """How many of the drafted tokens behind `num_tokens` tokens may be computed. They have blocks then.
 
         At least `spare` blocks stay available. `trim` frees the blocks that are not needed after all.
         """
         room = self.capacity(request_id) + max(0, self.available - spare) * self.block_size - num_tokens
-        fit = max(0, min(drafted, room))
+        fit = max(0, min(num_draft_tokens, room))
         return fit if self.extend(request_id, num_tokens + fit) else 0
 
     def trim(self, request_id: int, num_tokens: int) -> None:
@@ -206,9 +206,9 @@ class KVBlocks:
         blocks = table.blocks.array
         parent = self._identities[blocks[first - 1]] if first else ROOT
         for index, content in enumerate(self._contents(token_ids, first, last), start=first):
-            known = self._register(int(blocks[index]), (parent, content))
-            blocks[index] = known
-            parent = self._identities[known]
+            known_block = self._register(int(blocks[index]), (parent, content))
+            blocks[index] = known_block
+            parent = self._identities[known_block]
         table.num_committed = last
 
     def free(self, request_id: int, valid: bool = True) -> None:
@@ -217,6 +217,7 @@ class KVBlocks:
         valid: False where what it computed cannot be used. Then no later request finds its blocks, once the
         last request that shares them has ended.
         """
+        # The last block goes first, so that eviction by age takes leaves before the blocks that they follow.
         for block in reversed(self._tables.pop(request_id).blocks.array.tolist()):
             if not valid and self._references[block] == 1 and self._keys[block] is not None:
                 self._unregister(block)
@@ -233,37 +234,37 @@ class KVBlocks:
 
     def _find(self, token_ids: IntArray, limit: int) -> list[int]:
         """The longest run of known blocks that begins `token_ids`, with at most `limit` tokens."""
-        found: list[int] = []
+        known_blocks: list[int] = []
         if not self.prefix_reuse or limit < self.block_size:
-            return found
+            return known_blocks
         parent = ROOT
         for content in self._contents(token_ids, 0, limit // self.block_size):
-            block = self._known.get((parent, content))
+            block = self._block_by_key.get((parent, content))
             if block is None:
                 break
-            found.append(block)
+            known_blocks.append(block)
             parent = self._identities[block]
-        return found
+        return known_blocks
 
     def _register(self, block: int, key: Key) -> int:
         """Register `block` under `key` and return the one block of this key.
 
         That is `block` if it is the first. Otherwise `block` is released and the known block is returned.
         """
-        known = self._known.setdefault(key, block)
-        if known == block:
+        known_block = self._block_by_key.setdefault(key, block)
+        if known_block == block:
             self._last_identity += 1
             self._keys[block] = key
             self._identities[block] = self._last_identity
         else:
-            self._hold(known)
+            self._hold(known_block)
             self._release(block)
-        return known
+        return known_block
 
     def _unregister(self, block: int) -> None:
         key = self._keys[block]
         assert key is not None, "only known blocks are cached"
-        del self._known[key]
+        del self._block_by_key[key]
         self._keys[block] = None
         self._identities[block] = ROOT
 
@@ -274,14 +275,14 @@ class KVBlocks:
         if self._free:
             block = self._free.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = self._cached_blocks.popitem(last=False)
             self._unregister(block)
         self._references[block] = 1
         return block
 
     def _hold(self, block: int) -> None:
         if not self._references[block]:
-            del self._cached[block]
+            del self._cached_blocks[block]
         self._references[block] += 1
 
     def _release(self, block: int) -> None:
@@ -291,4 +292,4 @@ class KVBlocks:
         if self._keys[block] is None:
             self._free.append(block)
         else:
-            self._cached[block] = None
+            self._cached_blocks[block] = None

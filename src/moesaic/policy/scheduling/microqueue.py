@@ -50,11 +50,11 @@ class QueuePolicy(Protocol):
         """
         ...
 
-    def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
+    def choose(self, tokens: IntArray, wait_seconds: FloatArray) -> Queue | None:
         """The queue to run next, or None when all are empty. The first queue wins a tie.
 
-        tokens: [B, E] rows waiting. waited: [B, E] seconds that the oldest row of each queue has waited.
-        Values of `waited` for empty queues are ignored.
+        tokens: [B, E] rows waiting. wait_seconds: [B, E] seconds that the oldest row of each queue has
+        waited. Values of `wait_seconds` for empty queues are ignored.
         """
         ...
 
@@ -78,15 +78,15 @@ class _CommonSettings:
         if self.cap is not None and self.cap < 1:
             raise ConfigError.field("cap", self.cap, "at least 1")
 
-    def counted(self, tokens: IntArray) -> IntArray:
+    def clip_rows(self, tokens: IntArray) -> IntArray:
         """[B, E] the rows that count, at most `cap` for each queue."""
         return tokens if self.cap is None else np.minimum(tokens, self.cap)
 
-    def urgent(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
+    def urgent(self, tokens: IntArray, wait_seconds: FloatArray) -> Queue | None:
         """The queue that waited longest, if it waited longer than `urgency`. Otherwise None."""
         if self.urgency is None:
             return None
-        ages = np.where(tokens > 0, waited, -math.inf)
+        ages = np.where(tokens > 0, wait_seconds, -math.inf)
         index = int(ages.argmax())
         return divmod(index, ages.shape[1]) if ages.flat[index] > self.urgency else None
 
@@ -116,21 +116,23 @@ class Defrag(_CommonSettings):
         if not 0 <= self.own_weight < math.inf:
             raise ConfigError.field("own_weight", self.own_weight, "at least 0 and finite")
 
-    def choose(self, tokens: IntArray, waited: FloatArray, past: FloatArray | None = None) -> Queue | None:
-        """As QueuePolicy.choose. past: [B] rows to add to each layer's total in the lookahead."""
+    def choose(
+        self, tokens: IntArray, wait_seconds: FloatArray, past: FloatArray | None = None
+    ) -> Queue | None:
+        """The queue to run next, as in QueuePolicy. past: [B] rows to add to each layer's total ahead."""
         if np.count_nonzero(tokens) == 1:  # the usual case, and scores are slow to compute
             return _best(tokens, tokens)
-        return self.urgent(tokens, waited) or _best(tokens, self.scores(tokens, past))
+        return self.urgent(tokens, wait_seconds) or _best(tokens, self.scores(tokens, past))
 
     def scores(self, tokens: IntArray, past: FloatArray | None = None) -> FloatArray:
         """[B, E] scores, also of empty queues. They equal those of `defrag_plain` bit for bit."""
-        rows = self.counted(tokens)
+        rows = self.clip_rows(tokens)
         layers, experts = rows.shape
         totals = rows.sum(axis=1) if past is None else rows.sum(axis=1) + past
         places, weights = _ahead(layers, self.lookahead, self.decay)
         sums = np.add.accumulate((totals / experts)[places] * weights, axis=0)  # one after another, as of k
-        ahead = sums[-1] if self.lookahead else np.zeros(layers)
-        scores: FloatArray = self.own_weight * rows + ahead[:, None]
+        lookahead_rows = sums[-1] if self.lookahead else np.zeros(layers)
+        scores: FloatArray = self.own_weight * rows + lookahead_rows[:, None]
         return scores
 
 
@@ -155,11 +157,11 @@ class DefragWithHistory:
     def remembers(self) -> bool:
         return True
 
-    def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
+    def choose(self, tokens: IntArray, wait_seconds: FloatArray) -> Queue | None:
         past = np.mean(self._totals, axis=0) if self._totals else None
-        queue = self.settings.choose(tokens, waited, past)
+        queue = self.settings.choose(tokens, wait_seconds, past)
         if queue is not None:
-            self._totals.append(self.settings.counted(tokens).sum(axis=1))
+            self._totals.append(self.settings.clip_rows(tokens).sum(axis=1))
         return queue
 
 
@@ -167,20 +169,20 @@ class DefragWithHistory:
 class MostTokensFirst(_CommonSettings):
     """MTFS: the fullest queue. It tends to leave a few rows behind in each layer."""
 
-    def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
-        return self.urgent(tokens, waited) or _best(tokens, self.counted(tokens))
+    def choose(self, tokens: IntArray, wait_seconds: FloatArray) -> Queue | None:
+        return self.urgent(tokens, wait_seconds) or _best(tokens, self.clip_rows(tokens))
 
 
 @dataclass(frozen=True)
 class FirstLayerFirst(_CommonSettings):
     """FLFS: the lowest layer with rows, and in it the fullest queue. New requests interrupt all others."""
 
-    def choose(self, tokens: IntArray, waited: FloatArray) -> Queue | None:
-        queue = self.urgent(tokens, waited)
+    def choose(self, tokens: IntArray, wait_seconds: FloatArray) -> Queue | None:
+        queue = self.urgent(tokens, wait_seconds)
         if queue is not None:
             return queue
         first = int(tokens.any(axis=1).argmax())
-        fullest = int(self.counted(tokens)[first].argmax())
+        fullest = int(self.clip_rows(tokens)[first].argmax())
         return (first, fullest) if tokens[first, fullest] else None
 
 
@@ -192,7 +194,7 @@ POLICIES: dict[str, type[Defrag] | type[MostTokensFirst] | type[FirstLayerFirst]
 """The values of --queue-policy."""
 
 
-def policy_named(
+def make_policy(
     name: str, urgency: float | None = None, cap: int | None = None, history: int = 0
 ) -> QueuePolicy:
     """The policy with this name. Its other settings keep their defaults.
@@ -211,7 +213,7 @@ def policy_named(
 
 @lru_cache(maxsize=16)
 def _ahead(layers: int, lookahead: int, decay: float) -> tuple[IntArray, FloatArray]:
-    """For k = 1 .. lookahead: the layers that lie k ahead of each layer [k, B], and their weights [k, 1]."""
+    """The layers that lie k ahead of each layer [k, B], for k = 1 .. lookahead, and their weights [k, 1]."""
     ks = range(1, lookahead + 1)
     places = (np.arange(layers)[None] + np.array(ks, dtype=np.int64)[:, None]) % layers
     return places, np.array([decay**k for k in ks])[:, None]
@@ -225,17 +227,17 @@ def _best(tokens: IntArray, scores: FloatArray | IntArray) -> Queue | None:
 
 def defrag_plain(settings: Defrag, tokens: IntArray, past: FloatArray | None = None) -> Queue | None:
     """Algorithm 1 line by line. It is slow, and tests compare Defrag (without urgency) with it."""
-    rows = settings.counted(tokens).tolist()
-    added = [0.0] * len(rows) if past is None else past.tolist()
+    rows = settings.clip_rows(tokens).tolist()
+    past_rows = [0.0] * len(rows) if past is None else past.tolist()
     best, choice = -math.inf, None
     for b in range(len(rows)):
-        ahead = 0.0
+        lookahead_rows = 0.0
         for k in range(1, settings.lookahead + 1):
             layer = (b + k) % len(rows)
-            total = sum(rows[layer]) + added[layer]
-            ahead += total / len(rows[layer]) * settings.decay**k
-        for e, own in enumerate(rows[b]):
-            score = settings.own_weight * own + ahead
-            if own > 0 and score > best:
+            total = sum(rows[layer]) + past_rows[layer]
+            lookahead_rows += total / len(rows[layer]) * settings.decay**k
+        for e, own_rows in enumerate(rows[b]):
+            score = settings.own_weight * own_rows + lookahead_rows
+            if own_rows > 0 and score > best:
                 best, choice = score, (b, e)
     return choice

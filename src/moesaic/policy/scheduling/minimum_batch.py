@@ -45,40 +45,42 @@ On CPUs this is 5 to 10. It holds for two bytes a weight at 12 to 28 GB/s, and f
 """
 CPU_FLOPS = 100e9
 """Flops/s of a CPU whose curve was not measured. With SHARED_ROWS, only ratios of its curves count."""
-LOST = 1 / 13
+MAX_EXTRA_SHARE = 1 / 13
 """Share of a part's seconds that running it alone may cost more where cores are shared."""
-SPARED = 0.25
+MAX_IDLE_SHARE = 0.25
 """Share of a device's idle time that separate runs may take. Rows that part seldom join again soon, so the
 price is paid at the following layers too. With all of the idle time, runs became so small that they filled it
 (`benchmarks/async_runs.py`, 256 rows a worker)."""
-BEHIND = 0.5
+CALL_DELAY_RUNS = 0.5
 """Runs by which another client's call comes later than the first one, on average."""
-BUSY = 0.9
+BUSY_SHARE = 0.9
 """Share of the time from which a server that computes counts as busy: its answers only come later then if it
 answers expert by expert."""
-PAYS = 0.97
+WAITING_GAIN = 0.97
 """Share of the time without waiting that a server's clients may take if they wait for each other."""
 ROUNDING = 1e-9
 """Share of a run that does not count: seconds are sums of floats."""
-MOST = 1 << 20
+MAX_THRESHOLD = 1 << 20
 """Thresholds are at most so many rows. Such a threshold means never."""
 
 
-def cpu_curves(expert: float, others: float, threads: int = 1, measured: float | None = None) -> DeviceCurves:
+def cpu_curves(
+    expert: float, dense_weights: float, threads: int = 1, measured_rows: float | None = None
+) -> DeviceCurves:
     """The curves of a CPU that shares its cores. They are straight lines behind the reading of weights.
 
-    expert: weights of a routed expert. others: weights of a layer besides. measured: rows at which computing
-    takes as long as reading. None: SHARED_ROWS.
+    expert: weights of a routed expert. dense_weights: weights of a layer besides. measured_rows: rows at
+    which computing takes as long as reading. None: SHARED_ROWS.
     """
-    ratio = float(SHARED_ROWS) if measured is None else measured
+    ratio = float(SHARED_ROWS) if measured_rows is None else measured_rows
     rate = CPU_FLOPS * threads
-    row, dense = 2 * expert / rate, 2 * max(others, 1.0) / rate
-    how = "assumed" if measured is None else "measured"
+    row, dense = 2 * expert / rate, 2 * max(dense_weights, 1.0) / rate
+    how = "assumed" if measured_rows is None else "measured"
     return DeviceCurves(
         f"{how}: reading takes as long as computing {ratio:.1f} rows",
         Curve(((0.0, ratio * dense), (1.0, (ratio + 1) * dense))),
         Curve(((0.0, 0.0), (1.0, row)), per_expert=ratio * row),
-        shared=True,
+        shares_cores=True,
     )
 
 
@@ -94,11 +96,13 @@ def unevenness(calls: Sequence[float], servers: int) -> float:
     >>> unevenness([48, 48, 0], servers=2)
     1.0
     """
-    known = [pairs for pairs in calls if pairs]
-    mean = sum(known) / max(1, len(known))
+    called = [pairs for pairs in calls if pairs]
+    mean = sum(called) / max(1, len(called))
     if servers < 2 or not mean:
         return 1.0
-    return sum(max(pairs, (servers * mean - pairs) / (servers - 1)) for pairs in known) / (len(known) * mean)
+    return sum(max(pairs, (servers * mean - pairs) / (servers - 1)) for pairs in called) / (
+        len(called) * mean
+    )
 
 
 @dataclass(frozen=True)
@@ -128,13 +132,13 @@ class Decisions:
     _seconds: dict[int, float] = field(default_factory=lambda: {0: 0.0}, repr=False, compare=False)
     """What `worker_seconds` has found."""
 
-    _served: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
+    _server_seconds: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     """What `served_seconds` has found."""
     _cheapest: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     """Idle seconds from which some part of so many rows runs alone."""
 
     @property
-    def given(self) -> Thresholds:
+    def thresholds(self) -> Thresholds:
         """What is given in place of the curves."""
         return self.curves.thresholds
 
@@ -143,24 +147,24 @@ class Decisions:
 
         They are taken to be all experts of the layer.
         """
-        found = self._seconds.get(rows)
-        if found is None:
-            found = self.curves.attention.seconds(rows)
-            if self.curves.shared:
-                found += self.curves.experts.seconds(rows * self.top_k, self.num_experts)
-            self._seconds[rows] = found
-        return found
+        seconds = self._seconds.get(rows)
+        if seconds is None:
+            seconds = self.curves.attention.seconds(rows)
+            if self.curves.shares_cores:
+                seconds += self.curves.experts.seconds(rows * self.top_k, self.num_experts)
+            self._seconds[rows] = seconds
+        return seconds
 
-    def served_seconds(self, rows: int) -> float:
+    def server_seconds(self, rows: int) -> float:
         """Seconds for which each server computes a layer of a worker's rows, if routing is even."""
-        found = self._served.get(rows)
-        if found is None:
+        seconds = self._server_seconds.get(rows)
+        if seconds is None:
             read = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** rows)
             pairs = rows * self.top_k / self.servers
-            found = self._served[rows] = self.curves.experts.seconds(pairs, read / self.servers)
-        return found
+            seconds = self._server_seconds[rows] = self.curves.experts.seconds(pairs, read / self.servers)
+        return seconds
 
-    def more_served(self, part: int, rows: int) -> float:
+    def server_growth(self, part: int, rows: int) -> float:
         """The share by which the servers' work for `rows` rows grows if parts of this size run alone.
 
         The rows of a worker are cut into parts again and again. So a small part stands for many of them.
@@ -169,17 +173,18 @@ class Decisions:
         >>> Decisions(DeviceCurves("x", flat, flat), 8, 2).more_served(32, 64)
         1.0
         """
-        s, whole = self.served_seconds, self.served_seconds(rows)
-        more = s(part) + s(rows - part) - whole
-        return more / whole * rows / (2 * min(part, rows - part)) if whole else 0.0
+        s, whole_seconds = self.server_seconds, self.server_seconds(rows)
+        extra_seconds = s(part) + s(rows - part) - whole_seconds
+        return extra_seconds / whole_seconds * rows / (2 * min(part, rows - part)) if whole_seconds else 0.0
 
-    def alone(self, part: int, load: Load) -> bool:
+    def runs_alone(self, part: int, load: Load) -> bool:
         """Whether `part` rows run although other rows of the worker are with the experts."""
         rows = load.rows
+        # All rows in flight wait for nothing.
         if part >= rows:
             return True
-        if self.given.separate_rows is not None:
-            return part >= min(self.given.separate_rows, load.decodes)
+        if self.thresholds.separate_rows is not None:
+            return part >= min(self.thresholds.separate_rows, load.decodes)
         return load.idle >= self.idle_needed(part, rows)
 
     def idle_needed(self, part: int, rows: int) -> float:
@@ -190,46 +195,52 @@ class Decisions:
         root on.
         """
         c = self.worker_seconds
-        whole = c(rows)
-        extra = c(part) + c(rows - part) - whole - ROUNDING * whole
-        if self.curves.shared:
-            return 0.0 if extra <= LOST * part / rows * whole else math.inf
-        extra, served = max(0.0, extra), self.workers * self.served_seconds(rows)
-        linear = extra + (self.more_served(part, rows) + SPARED) * served - SPARED * whole
-        return max(0.0, linear + math.sqrt(linear**2 + 4 * SPARED * extra * whole)) / (2 * SPARED)
+        whole_seconds = c(rows)
+        extra = c(part) + c(rows - part) - whole_seconds - ROUNDING * whole_seconds
+        if self.curves.shares_cores:
+            return 0.0 if extra <= MAX_EXTRA_SHARE * part / rows * whole_seconds else math.inf
+        extra, server_seconds = max(0.0, extra), self.workers * self.server_seconds(rows)
+        linear = (
+            extra
+            + (self.server_growth(part, rows) + MAX_IDLE_SHARE) * server_seconds
+            - MAX_IDLE_SHARE * whole_seconds
+        )
+        return max(0.0, linear + math.sqrt(linear**2 + 4 * MAX_IDLE_SHARE * extra * whole_seconds)) / (
+            2 * MAX_IDLE_SHARE
+        )
 
     def begins(self, requests: int, load: Load) -> bool:
         """Whether so many requests begin while other rows are under way. Each brings one row at least."""
-        if self.given.separate_rows is not None:
+        if self.thresholds.separate_rows is not None:
             return True
-        return self.alone(requests, Load(load.rows + requests, load.decodes + requests, load.idle))
+        return self.runs_alone(requests, Load(load.rows + requests, load.decodes + requests, load.idle))
 
-    def some_alone(self, load: Load) -> bool:
+    def any_part_runs_alone(self, load: Load) -> bool:
         """Whether any part of the rows would run alone."""
-        if self.given.separate_rows is not None:
-            return load.decodes > max(self.given.separate_rows, 1)
+        if self.thresholds.separate_rows is not None:
+            return load.decodes > max(self.thresholds.separate_rows, 1)
         rows, parts = load.rows, range(1, load.rows)
         if rows not in self._cheapest:
             self._cheapest[rows] = min((self.idle_needed(part, rows) for part in parts), default=math.inf)
         return load.idle >= self._cheapest[rows]
 
     @property
-    def told_rows(self) -> int:
+    def partial_answer_rows(self) -> int:
         """Rows of a request above which each part of its answer is told. No part of fewer rows runs alone.
 
         Where workers have devices of their own, parts of more rows run alone if these are idle for long.
         """
-        if self.given.told_rows is not None:
-            return self.given.told_rows
-        if self.given.separate_rows is not None:
-            return self.given.separate_rows
-        if not self.curves.shared:
+        if self.thresholds.told_rows is not None:
+            return self.thresholds.told_rows
+        if self.thresholds.separate_rows is not None:
+            return self.thresholds.separate_rows
+        if not self.curves.shares_cores:
             return _first(self._halves) - 1
-        return _first(lambda rows: rows > 1 and self.alone(rows - 1, Load(rows, rows))) - 1
+        return _first(lambda rows: rows > 1 and self.runs_alone(rows - 1, Load(rows, rows))) - 1
 
     def _halves(self, rows: int) -> bool:
         """Whether the servers' work allows that the half of a worker's rows run alone."""
-        return rows > 1 and self.more_served(rows // 2, rows) < SPARED
+        return rows > 1 and self.server_growth(rows // 2, rows) < MAX_IDLE_SHARE
 
     @property
     def separate_rows(self) -> int:
@@ -237,34 +248,41 @@ class Decisions:
 
         Where workers have devices of their own, these are never idle.
         """
-        return _first(lambda part: self.alone(part, Load(2 * part, 2 * part)))
+        return _first(lambda part: self.runs_alone(part, Load(2 * part, 2 * part)))
 
-    def waited_pairs(self, experts: int) -> int:
+    def min_call_pairs(self, experts: int) -> int:
         """Mean pairs of a call from which it begins at once. experts: those of a layer on this server."""
-        if self.given.waited_pairs is not None:
-            return self.given.waited_pairs
-        if not self.curves.shared:
+        if self.thresholds.waited_pairs is not None:
+            return self.thresholds.waited_pairs
+        if not self.curves.shares_cores:
             return 0
 
         def begins(pairs: int) -> bool:
-            one, both = (self.curves.experts.seconds(n * pairs, experts) for n in (1, 2))
-            return 2 * one - both <= (BEHIND + ROUNDING) * one
+            single_seconds, double_seconds = (self.curves.experts.seconds(n * pairs, experts) for n in (1, 2))
+            return 2 * single_seconds - double_seconds <= (CALL_DELAY_RUNS + ROUNDING) * single_seconds
 
         return _first(begins)
 
-    def together(
-        self, pairs: float, clients: int, away: float, experts: int, in_step: bool, uneven: float = 1.0
+    def should_wait(
+        self,
+        pairs: float,
+        clients: int,
+        away_seconds: float,
+        experts: int,
+        in_step: bool,
+        unevenness_factor: float = 1.0,
     ) -> bool:
         """Whether a server should let its clients wait for each other, so that a run has all their calls.
 
         pairs: mean of a call. clients: those that ask again and again. experts: of a layer on this server.
-        away: seconds from an answer to the next call of the same client, at least those of a worker's run.
-        uneven: pairs of the server with the most of a layer, over the mean server's (`unevenness`).
+        away_seconds: seconds from an answer to the next call of the same client, at least those of a worker's
+        run. unevenness_factor: pairs of the server with the most of a layer, over the mean server's
+        (`unevenness`).
 
-        If they wait, all are answered in `away` and one run of the server with the most pairs. If not, a
-        client is answered in `away` and one run at best. A server with its own device has no time for that
-        with many clients. Then half of them wait meanwhile, some in the queue of the same layer. Clients that
-        are in step already (in_step) stay so while waiting is no loss.
+        If they wait, all are answered in `away_seconds` and one run of the server with the most pairs. If
+        not, a client is answered in `away_seconds` and one run at best. A server with its own device has no
+        time for that with many clients. Then half of them wait meanwhile, some in the queue of the same
+        layer. Clients that are in step already (in_step) stay so while waiting is no loss.
         """
         if clients < 2:
             return False
@@ -273,41 +291,48 @@ class Decisions:
             read = experts * (1 - (1 - 1 / experts) ** (calls * pairs)) if experts else 0.0
             return self.curves.experts.seconds(calls * pairs, read)
 
-        joined = max(1.0, clients / 2)
+        calls_per_run = max(1.0, clients / 2)
         """Calls of a run if they do not wait."""
-        away = max(away, self.curves.attention.seconds(pairs * self.servers / self.top_k))
-        everybody, apart = away + run(uneven * clients), clients / joined * run(joined)
-        apart = away + apart if self.curves.shared else max(away + run(1), apart)
-        return everybody <= (1.0 if in_step else PAYS) * apart
+        away_seconds = max(away_seconds, self.curves.attention.seconds(pairs * self.servers / self.top_k))
+        seconds_waiting, seconds_alone = (
+            away_seconds + run(unevenness_factor * clients),
+            clients / calls_per_run * run(calls_per_run),
+        )
+        seconds_alone = (
+            away_seconds + seconds_alone
+            if self.curves.shares_cores
+            else max(away_seconds + run(1), seconds_alone)
+        )
+        return seconds_waiting <= (1.0 if in_step else WAITING_GAIN) * seconds_alone
 
-    def queues_apart(self, pairs: Sequence[int], busy: float) -> bool:
+    def queue_runs_alone(self, pairs: Sequence[int], busy: float) -> bool:
         """Whether an expert's queue runs alone. pairs: those that wait for each expert of a layer.
 
         busy: share of the time that the server computed lately. Where cores are shared, no row comes earlier
         through it.
         """
-        if self.given.queue_pairs is not None:
-            return max(pairs) >= self.given.queue_pairs
-        if self.curves.shared:
+        if self.thresholds.queue_pairs is not None:
+            return max(pairs) >= self.thresholds.queue_pairs
+        if self.curves.shares_cores:
             return False
-        if busy > BUSY or not self._halves(sum(pairs) * self.servers // self.top_k):
+        if busy > BUSY_SHARE or not self._halves(sum(pairs) * self.servers // self.top_k):
             return False
         seconds = self.curves.experts.seconds
-        apart, together = sum(seconds(one, 1) for one in pairs), seconds(sum(pairs), len(pairs))
-        return apart - together <= (LOST + ROUNDING) * together
+        seconds_alone, seconds_joined = sum(seconds(one, 1) for one in pairs), seconds(sum(pairs), len(pairs))
+        return seconds_alone - seconds_joined <= (MAX_EXTRA_SHARE + ROUNDING) * seconds_joined
 
     @property
     def has_expert_queues(self) -> bool:
         """Whether any number of pairs makes a queue for each expert pay."""
-        return self.queues_apart([MOST, MOST], busy=0.0)
+        return self.queue_runs_alone([MAX_THRESHOLD, MAX_THRESHOLD], busy=0.0)
 
 
-def _first(true: Callable[[int], bool]) -> int:
-    """The first number from which on `true` holds, 1 to MOST. It holds for all numbers behind it."""
+def _first(condition: Callable[[int], bool]) -> int:
+    """The first number from which on `condition` holds, 1 to MOST. It holds for all numbers behind it."""
     low, high = 0, 1
-    while high < MOST and not true(high):
+    while high < MAX_THRESHOLD and not condition(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if true(middle) else (middle, high)
+        low, high = (low, middle) if condition(middle) else (middle, high)
     return high

@@ -11,7 +11,7 @@ import enum
 
 import numpy as np
 
-from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, FinishReason, Request
+from moesaic.core.request import NO_ALLOWED_TOKEN, NO_TOKEN, FinishReason, Request
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.acceptance import Acceptance
 from moesaic.policy.scheduling.intvector import IntVector
@@ -33,18 +33,18 @@ class Sequence:
 
     __slots__ = (
         "acceptance",
-        "drafted",
+        "draft_tokens",
         "epoch",
-        "failed",
+        "has_nonfinite_logits",
         "max_len",
         "num_computed",
         "num_prompt",
         "num_scored",
-        "proposed",
-        "received",
+        "proposed_tokens",
+        "received_tokens",
         "request",
         "request_id",
-        "restored",
+        "restored_positions",
         "stage",
         "stop_ids",
         "tokens",
@@ -57,12 +57,14 @@ class Sequence:
         self.tokens = IntVector(request.prompt_token_ids)
         """The prompt tokens, then the generated tokens."""
         self.num_prompt = len(self.tokens)
-        most = request.params.max_tokens
-        self.max_len = max_model_len if most is None else min(self.num_prompt + most, max_model_len)
+        max_tokens = request.params.max_tokens
+        self.max_len = (
+            max_model_len if max_tokens is None else min(self.num_prompt + max_tokens, max_model_len)
+        )
         """Number of tokens, prompt included, at which the request ends with FinishReason.LENGTH."""
         self.stop_ids = request.stop_ids
         self.stage = Stage.WAITING
-        self.failed = False
+        self.has_nonfinite_logits = False
         """The logits of its last row were not finite, so its KV may not be either."""
         self.epoch = 0
         """How often the request was preempted."""
@@ -70,17 +72,17 @@ class Sequence:
         """Tokens whose KV is in the request's blocks."""
         self.num_scored = 0
         """Prompt rows whose logits were returned for prompt log-probabilities, over all epochs."""
-        self.received = 0
+        self.received_tokens = 0
         """Tokens whose KV another worker sent for its next admission. 0: none."""
-        self.restored = range(0)
+        self.restored_positions = range(0)
         """Tokens whose KV its last admission put into its blocks, as it was received."""
         self.waiting_since = now
-        self.drafted: list[int] = []
+        self.draft_tokens: list[int] = []
         """Tokens that may follow, which the step under way checks. They belong to `tokens` once accepted."""
-        self.proposed: list[int] = []
+        self.proposed_tokens: list[int] = []
         """Tokens that may follow by the model's own prediction. They are of the last step that sampled."""
         self.acceptance: Acceptance | None = None
-        """Of its drafted tokens. None before the first draft."""
+        """The acceptance of this request's drafted tokens. None before its first draft."""
 
     @property
     def num_tokens(self) -> int:
@@ -98,21 +100,25 @@ class Sequence:
     def next_rows(self, count: int) -> IntArray:
         """[count] the tokens of the next rows: those to compute, and then those drafted."""
         start = self.num_computed
-        known = self.tokens.array[start : start + count]
-        behind = self.drafted[: count - len(known)]
-        return np.concatenate([known, np.array(behind, dtype=np.int64)]) if behind else known
+        known_tokens = self.tokens.array[start : start + count]
+        draft_tokens = self.draft_tokens[: count - len(known_tokens)]
+        return (
+            np.concatenate([known_tokens, np.array(draft_tokens, dtype=np.int64)])
+            if draft_tokens
+            else known_tokens
+        )
 
     def token_at(self, position: int) -> int:
         """The token at a position; NO_TOKEN behind the newest one."""
         return int(self.tokens.array[position]) if position < len(self.tokens) else NO_TOKEN
 
     @property
-    def generated(self) -> list[int]:
-        generated: list[int] = self.tokens.array[self.num_prompt :].tolist()
-        return generated
+    def generated_ids(self) -> list[int]:
+        generated_ids: list[int] = self.tokens.array[self.num_prompt :].tolist()
+        return generated_ids
 
     @property
-    def owes_scores(self) -> bool:
+    def needs_scores(self) -> bool:
         """Whether the logits of some prompt row are wanted and were not returned yet.
 
         Row p scores token p + 1, so the last row of the prompt scores nothing.
@@ -120,9 +126,9 @@ class Sequence:
         return self.request.params.prompt_logprobs is not None and self.num_scored < self.num_prompt - 1
 
     @property
-    def scored_now(self) -> bool:
+    def next_rows_need_scores(self) -> bool:
         """Whether the next rows are prompt rows whose logits are still to be returned."""
-        return self.owes_scores and self.num_computed >= self.num_scored
+        return self.needs_scores and self.num_computed >= self.num_scored
 
     @property
     def reusable(self) -> int:
@@ -130,7 +136,7 @@ class Sequence:
 
         A row that still needs a score must run.
         """
-        return self.num_scored if self.owes_scores else self.num_tokens - 1
+        return self.num_scored if self.needs_scores else self.num_tokens - 1
 
     @property
     def chunk_end(self) -> int:
@@ -140,7 +146,7 @@ class Sequence:
         not. So either all rows of a chunk are scored or none. (Generated rows cannot be mixed in: the first
         token is sampled after all prompt rows.)
         """
-        redo_scored = self.owes_scores and self.num_computed < self.num_scored
+        redo_scored = self.needs_scores and self.num_computed < self.num_scored
         return self.num_scored if redo_scored else self.num_tokens
 
     def admit(self, num_cached: int) -> None:
@@ -148,11 +154,11 @@ class Sequence:
 
         What was received counts as computed where it goes further. It is used once.
         """
-        usable = self.received if self.received <= self.reusable else 0
-        self.restored = range(num_cached, usable)
-        self.received = 0
+        num_usable = self.received_tokens if self.received_tokens <= self.reusable else 0
+        self.restored_positions = range(num_cached, num_usable)
+        self.received_tokens = 0
         self.stage = Stage.RUNNING
-        self.num_computed = max(num_cached, usable)
+        self.num_computed = max(num_cached, num_usable)
 
     def preempt(self, now: float) -> None:
         """Go back to the queue. The tokens are kept and the KV is lost, so rows of the old epoch are void."""
@@ -163,7 +169,7 @@ class Sequence:
 
     def advance(self, rows: int) -> None:
         """Record that the next `rows` rows were computed."""
-        if self.scored_now:
+        if self.next_rows_need_scores:
             self.num_scored = self.num_computed + rows
         self.num_computed += rows
 
@@ -173,11 +179,12 @@ class Sequence:
         A stop token ends the request only from the `min_tokens`-th token on, as long as the sampler masks it.
         NO_TOKEN and NOT_ALLOWED end it without a token.
         """
+        # These two are no token ids. The request ends, and nothing is added to its tokens.
         if token == NO_TOKEN:
-            self.failed = True
+            self.has_nonfinite_logits = True
             return FinishReason.ERROR
-        if token == NOT_ALLOWED:
-            return FinishReason.NOT_ALLOWED
+        if token == NO_ALLOWED_TOKEN:
+            return FinishReason.NO_ALLOWED_TOKEN
         may_stop = self.num_generated >= self.request.params.min_tokens
         self.tokens.append(token)
         if may_stop and token in self.stop_ids:

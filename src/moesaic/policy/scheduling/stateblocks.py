@@ -36,14 +36,14 @@ ZEROS = 0
 
 
 @dataclass
-class _Held:
+class _RequestStates:
     """The states of one running request."""
 
     seat: int
-    read: int
+    read_page: int
     """Page with the state at position `at`: that of a snapshot, ZEROS, or the request's own."""
-    at: int
-    own: int
+    position: int
+    own_page: int
     """Page that is written when the request passes the next multiple of STATE_CHUNK."""
     marks: set[int] = field(default_factory=set)
     """Positions at which snapshots are wanted."""
@@ -62,37 +62,39 @@ class StateBlocks(KVBlocks):
         if seats < 1:
             raise ConfigError.field("seats", seats, "at least 1")
         self._stride = math.lcm(STATE_CHUNK, block_size)
-        self._every = -(-SNAPSHOT_TOKENS // self._stride) * self._stride
+        self._snapshot_interval = -(-SNAPSHOT_TOKENS // self._stride) * self._stride
         self._seats = list(range(seats - 1, -1, -1))
-        self._num_seats, self._most = seats, snapshots if prefix_reuse else 0
-        self._pages = list(range(seats + self._most, ZEROS, -1))
+        self._num_seats, self._max_snapshots = seats, snapshots if prefix_reuse else 0
+        self._pages = list(range(seats + self._max_snapshots, ZEROS, -1))
         """Pages without contents. There is one for each seat without a request."""
         self._snapshots: OrderedDict[int, int] = OrderedDict()
         """Identity of a block -> page with the state at its end, least recently used first."""
         self._readers: dict[int, int] = {}
         """Page of a snapshot -> running requests that read it."""
-        self._held: dict[int, _Held] = {}
-        self._found = 0
+        self._request_states: dict[int, _RequestStates] = {}
+        self._num_found = 0
         """Tokens of the prompt allocated last that were in the cache, with or without a snapshot."""
 
     # ---- queries
 
     def states(self, request_id: int) -> tuple[int, ...]:
-        held = self._held[request_id]
+        held = self._request_states[request_id]
         held.computing = True
-        return held.read, held.at, held.own, held.seat
+        return held.read_page, held.position, held.own_page, held.seat
 
     def cut(self, request_id: int, start: int, stop: int) -> int:
-        marks = self._held[request_id].marks
-        periodic = (start // self._every + 1) * self._every if self._most else stop
+        marks = self._request_states[request_id].marks
+        periodic = (
+            (start // self._snapshot_interval + 1) * self._snapshot_interval if self._max_snapshots else stop
+        )
         return min([stop, periodic, *(mark for mark in marks if mark > start)])
 
     def state_stats(self) -> StateStats:
         """Counts of seats and pages. pages == free + snapshots + those of the requests that run."""
         return StateStats(
             seats=self._num_seats,
-            seats_used=len(self._held),
-            pages=self._num_seats + self._most,
+            seats_used=len(self._request_states),
+            pages=self._num_seats + self._max_snapshots,
             pages_free=len(self._pages),
             snapshots=len(self._snapshots),
         )
@@ -102,90 +104,106 @@ class StateBlocks(KVBlocks):
     def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
         if not self._seats:
             return None
-        cached = super().allocate(request_id, token_ids, reusable, spare)
-        if cached is None:
+        num_cached = super().allocate(request_id, token_ids, reusable, spare)
+        if num_cached is None:
             return None
-        held = _Held(self._seats.pop(), ZEROS, cached, self._pages.pop())
-        if cached:
-            held.read = self._snapshots[self._identity(request_id, cached)]
-            self._readers[held.read] += 1
-        if self._most:
-            held.marks = {end // self._stride * self._stride for end in (self._found, len(token_ids) - 1)}
-        self._held[request_id] = held
-        return cached
+        states = _RequestStates(self._seats.pop(), ZEROS, num_cached, self._pages.pop())
+        if num_cached:
+            states.read_page = self._snapshots[self._identity(request_id, num_cached)]
+            self._readers[states.read_page] += 1
+        if self._max_snapshots:
+            states.marks = {
+                end // self._stride * self._stride for end in (self._num_found, len(token_ids) - 1)
+            }
+        self._request_states[request_id] = states
+        return num_cached
 
-    def reserve(self, request_id: int, num_tokens: int, drafted: int, spare: int) -> int:
-        """Up to the next multiple of STATE_CHUNK: no page may have rows that turn out not to count."""
-        return super().reserve(request_id, num_tokens, min(drafted, -(num_tokens + 1) % STATE_CHUNK), spare)
+    def reserve(self, request_id: int, num_tokens: int, num_draft_tokens: int, spare: int) -> int:
+        """Reserve up to the next multiple of STATE_CHUNK: no page may have rows that turn out not to
+        count."""
+        return super().reserve(
+            request_id, num_tokens, min(num_draft_tokens, -(num_tokens + 1) % STATE_CHUNK), spare
+        )
 
     def commit(self, request_id: int, token_ids: IntArray, num_computed: int) -> None:
         super().commit(request_id, token_ids, num_computed)
-        held = self._held[request_id]
-        held.computing = False
-        passed = num_computed // STATE_CHUNK * STATE_CHUNK
-        if passed > held.at:
-            self._leave(held)
-            held.read, held.at = held.own, passed
-        wanted = held.at in held.marks or held.at % self._every == 0
-        if wanted and held.at and held.read == held.own and self._keep(request_id, held):
-            held.own = self._pages.pop()
-            self._readers[held.read] = 1
-        held.marks = {mark for mark in held.marks if mark > num_computed}
+        states = self._request_states[request_id]
+        states.computing = False
+        new_position = num_computed // STATE_CHUNK * STATE_CHUNK
+        if new_position > states.position:
+            self._leave(states)
+            states.read_page, states.position = states.own_page, new_position
+        is_snapshot_position = (
+            states.position in states.marks or states.position % self._snapshot_interval == 0
+        )
+        if (
+            is_snapshot_position
+            and states.position
+            and states.read_page == states.own_page
+            and self._keep(request_id, states)
+        ):
+            states.own_page = self._pages.pop()
+            self._readers[states.read_page] = 1
+        states.marks = {mark for mark in states.marks if mark > num_computed}
 
     def rewind(self, request_id: int, num_computed: int) -> int:
         """The state at a snapshot is whole. One of the request's own page may not be."""
-        held = self._held[request_id]
-        if held.read == held.own:
-            held.read, held.at = ZEROS, 0
-        held.computing = False
-        return held.at
+        states = self._request_states[request_id]
+        if states.read_page == states.own_page:
+            states.read_page, states.position = ZEROS, 0
+        states.computing = False
+        return states.position
 
     def restore(self, request_id: int, num_tokens: int) -> None:
-        """Its own page gets the state at the last multiple of STATE_CHUNK, its seat the rows after it."""
-        held = self._held[request_id]
-        self._leave(held)
-        held.at = num_tokens // STATE_CHUNK * STATE_CHUNK
-        held.read = held.own if held.at else ZEROS
+        """Record that the request's page has the state at the last multiple of STATE_CHUNK, and its seat the
+        rest."""
+        states = self._request_states[request_id]
+        self._leave(states)
+        states.position = num_tokens // STATE_CHUNK * STATE_CHUNK
+        states.read_page = states.own_page if states.position else ZEROS
 
     def free(self, request_id: int, valid: bool = True) -> None:
-        held = self._held.pop(request_id)
-        whole = valid and not held.computing and held.read == held.own and held.at > 0
-        kept = whole and self._keep(request_id, held)
-        if not kept:
-            self._pages.append(held.own)
-        self._leave(held)
-        self._seats.append(held.seat)
+        states = self._request_states.pop(request_id)
+        is_valid_state = (
+            valid and not states.computing and states.read_page == states.own_page and states.position > 0
+        )
+        became_snapshot = is_valid_state and self._keep(request_id, states)
+        if not became_snapshot:
+            self._pages.append(states.own_page)
+        self._leave(states)
+        self._seats.append(states.seat)
         super().free(request_id, valid)
 
     # ---- snapshots
 
-    def _usable(self, known: list[int]) -> list[int]:
+    def _usable(self, known_blocks: list[int]) -> list[int]:
         """The blocks up to the newest snapshot."""
-        self._found = len(known) * self.block_size
+        self._num_found = len(known_blocks) * self.block_size
         step = self._stride // self.block_size
-        for count in range(len(known) // step * step, 0, -step):
-            identity = self._identities[known[count - 1]]
+        for count in range(len(known_blocks) // step * step, 0, -step):
+            identity = self._identities[known_blocks[count - 1]]
             if identity in self._snapshots:
                 self._snapshots.move_to_end(identity)
-                return known[:count]
+                return known_blocks[:count]
         return []
 
     def _identity(self, request_id: int, position: int) -> int:
         """Identity of the request's block that ends at `position`."""
         return self._identities[int(self.table(request_id)[position // self.block_size - 1])]
 
-    def _keep(self, request_id: int, held: _Held) -> bool:
+    def _keep(self, request_id: int, states: _RequestStates) -> bool:
         """Make the request's own page a snapshot, if it is the first one of its prefix and there is room."""
-        if held.at % self._stride:
+        # A snapshot is found by the KV block that ends at its position, so it must lie on a block's end.
+        if states.position % self._stride:
             return False
-        identity = self._identity(request_id, held.at)
+        identity = self._identity(request_id, states.position)
         if identity in self._snapshots:
             self._snapshots.move_to_end(identity)
             return False
-        if len(self._snapshots) >= self._most and not self._evict():
+        if len(self._snapshots) >= self._max_snapshots and not self._evict():
             return False
-        self._snapshots[identity] = held.own
-        self._readers[held.own] = 0
+        self._snapshots[identity] = states.own_page
+        self._readers[states.own_page] = 0
         return True
 
     def _evict(self) -> bool:
@@ -197,7 +215,7 @@ class StateBlocks(KVBlocks):
                 return True
         return False
 
-    def _leave(self, held: _Held) -> None:
+    def _leave(self, states: _RequestStates) -> None:
         """The request does not read the page of a snapshot any more."""
-        if held.read not in (held.own, ZEROS):
-            self._readers[held.read] -= 1
+        if states.read_page not in (states.own_page, ZEROS):
+            self._readers[states.read_page] -= 1

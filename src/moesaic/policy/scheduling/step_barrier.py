@@ -31,29 +31,30 @@ class StepBarrier:
         """Number of the step that begins when the barrier opens next."""
         self._clients: dict[int, _Arrival | None] = {}
 
-    def has_begun(self, step: int) -> bool:
+    def has_begun_step(self, step: int) -> bool:
         """Whether the barrier was opened for this step. A client that arrives for it may begin at once."""
         return step < self.step
 
-    def joined(self, client: int) -> None:
+    def add_client(self, client: int) -> None:
         """Add a client. From now on the barrier waits for it."""
         self._clients[client] = None
 
-    def left(self, client: int) -> list[int]:
+    def remove_client(self, client: int) -> list[int]:
         """Remove a client. Returns the calls to answer now, since the others need not wait for it."""
         self._clients.pop(client, None)
         return self._try()
 
-    def computes(self, client: int) -> list[int]:
+    def record_computing(self, client: int) -> list[int]:
         """Record that a client asked for experts. Returns the calls to answer now."""
         return [] if self._clients.get(client) is None else self._open()
 
-    def arrived(self, client: int, call: int, work: bool, step: int) -> list[int]:
+    def record_arrival(self, client: int, call: int, work: bool, step: int) -> list[int]:
         """Record that a client arrived for a step that has not begun. Returns the calls to answer now.
 
         work: whether the client has rows to compute. step: number of the step. If it is above that of this
         barrier, this server is newer than the others.
         """
+        # A server that joined late has counted fewer steps than the clients.
         self.step = max(self.step, step)
         arrive = self._clients[client] or _Arrival()
         arrive.calls.append(call)
@@ -62,8 +63,8 @@ class StepBarrier:
         return self._try()
 
     def _try(self) -> list[int]:
-        arrived = [arrive for arrive in self._clients.values() if arrive is not None]
-        if len(arrived) < len(self._clients) or not any(arrive.work for arrive in arrived):
+        arrivals = [arrive for arrive in self._clients.values() if arrive is not None]
+        if len(arrivals) < len(self._clients) or not any(arrive.work for arrive in arrivals):
             return []
         return self._open()
 

@@ -25,12 +25,14 @@ REFRESH = 64
 FloatArray = npt.NDArray[np.float64]
 
 
-def work_by_rows(others: float, experts: float, num_experts: int, top_k: int) -> Callable[[int], float]:
+def work_by_rows(
+    dense_bytes: float, expert_bytes: float, num_experts: int, top_k: int
+) -> Callable[[int], float]:
     """A prior for the steps of a model: bytes that are read, and what is computed as so many bytes.
 
-    others, experts: bytes of all other weights and of all routed experts. Every row passes the former, and
-    top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS rows takes
-    as long as reading their weights.
+    others, expert_bytes: bytes of all other weights and of all routed experts. Every row passes the former,
+    and top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS rows
+    takes as long as reading their weights.
 
     >>> work = work_by_rows(100, 800, 8, 2)
     >>> round(work(2) / work(1), 2)
@@ -40,7 +42,7 @@ def work_by_rows(others: float, experts: float, num_experts: int, top_k: int) ->
 
     def work(rows: int) -> float:
         touched = 1.0 - (1.0 - share) ** rows
-        return others * (1 + rows / SHARED_ROWS) + experts * (touched + share * rows / SHARED_ROWS)
+        return dense_bytes * (1 + rows / SHARED_ROWS) + expert_bytes * (touched + share * rows / SHARED_ROWS)
 
     return work
 
@@ -52,7 +54,7 @@ class StepPrices:
         """prior: a price by rows, of which the ratios count, such as bytes that are read."""
         self._prior = prior
         self._samples: dict[int, deque[float]] = {}
-        self._seen: dict[int, int] = {}
+        self._num_measurements: dict[int, int] = {}
         self._rows: list[int] = []
         """Numbers of rows that were measured, ascending."""
         self._factors: list[float] = []
@@ -61,11 +63,12 @@ class StepPrices:
         self.news = 0
         """Measurements since the last `refresh`."""
 
-    def measured(self, rows: int, seconds: float) -> None:
+    def record_duration(self, rows: int, seconds: float) -> None:
         """A step of so many rows took so long."""
-        seen = self._seen[rows] = self._seen.get(rows, 0) + 1
+        count = self._num_measurements[rows] = self._num_measurements.get(rows, 0) + 1
         self.news += 1
-        if seen <= WARM or (seen > SAMPLES and seen % SKIP):
+        # The first steps of a size are recorded as graphs, and later ones are sampled to save time.
+        if count <= WARM or (count > SAMPLES and count % SKIP):
             return
         samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
         samples.append(seconds)
@@ -103,8 +106,8 @@ class StepPrices:
         """
         prices = [self.price(1), self.price(1)]
         for rows in range(2, last + 1):
-            least = prices[-1] * (self._prior(rows) / self._prior(rows - 1)) ** LEAST_GROWTH
-            prices.append(max(self.price(rows), least))
+            minimum = prices[-1] * (self._prior(rows) / self._prior(rows - 1)) ** LEAST_GROWTH
+            prices.append(max(self.price(rows), minimum))
         return np.array(prices)
 
     def _factor(self, rows: int) -> float:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from moesaic.core.tokens import IntArray
 
 Mask = npt.NDArray[np.bool_]
-NONE: IntArray = np.zeros(0, dtype=np.int64)
+NO_UNITS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,26 @@ class _Call:
     """The parts that a call still waits for."""
 
     __slots__ = (
-        *("any_dropped", "dropped", "lacking", "num_out", "offsets", "out", "parts", "top_k", "total"),
+        *(
+            "has_dropped_units",
+            "dropped_units",
+            "lacking",
+            "num_missing",
+            "offsets",
+            "is_missing",
+            "parts",
+            "top_k",
+            "total",
+        ),
         "units",
     )
 
-    def __init__(self, units: Units, top_k: int, before: _Call | None) -> None:
-        """before: another call. What follows from units of the same sizes is taken over from it."""
+    def __init__(self, units: Units, top_k: int, previous_call: _Call | None) -> None:
+        """previous_call: another call. What follows from units of the same sizes is taken over from it."""
         self.units = units
         self.top_k = top_k
-        if before is None or not before.has_sizes_of(units, top_k):
+        if previous_call is None or not previous_call.has_sizes_of(units, top_k):
+            # A unit without parts would never become ready.
             if top_k < 1 or not len(units) or units.rows.min() < 1:
                 raise ValueError(f"call {units.call}: every unit waits for at least one part")
             self.parts: IntArray = units.rows * top_k
@@ -99,42 +110,46 @@ class _Call:
             """[u] the first pair of each unit."""
             self.total = int(self.parts.sum())
         else:
-            self.parts, self.offsets, self.total = before.parts, before.offsets, before.total
+            self.parts, self.offsets, self.total = (
+                previous_call.parts,
+                previous_call.offsets,
+                previous_call.total,
+            )
         self.lacking: IntArray = self.parts.copy()
         """[u] how many parts each unit still waits for."""
-        self.dropped: Mask = np.zeros(len(units), dtype=bool)
+        self.dropped_units: Mask = np.zeros(len(units), dtype=bool)
         """[u] whether the unit was dropped."""
-        self.any_dropped = False
-        self.num_out = self.total
-        self.out: Mask = np.ones(self.num_out, dtype=bool)
+        self.has_dropped_units = False
+        self.num_missing = self.total
+        self.is_missing: Mask = np.ones(self.num_missing, dtype=bool)
         """[p] True until the part has arrived."""
 
     def has_sizes_of(self, units: Units, top_k: int) -> bool:
         """Whether the units of this call have the very arrays of sizes that these have."""
-        mine = self.units
-        return mine.rows is units.rows and mine.starts is units.starts and self.top_k == top_k
+        own_units = self.units
+        return own_units.rows is units.rows and own_units.starts is units.starts and self.top_k == top_k
 
     @property
     def waiting(self) -> Mask:
         """[u] whether the unit still waits for parts and was not dropped."""
-        return (self.lacking > 0) & ~self.dropped
+        return (self.lacking > 0) & ~self.dropped_units
 
     def receive(self, pairs: IntArray) -> IntArray:
         """Record these parts. Returns the [r] indices of the units that they complete, ascending."""
-        fresh: Mask = np.zeros(len(self.out), dtype=bool)
+        fresh: Mask = np.zeros(len(self.is_missing), dtype=bool)
         fresh[pairs] = True
-        fresh &= self.out
-        self.num_out -= int(np.count_nonzero(fresh))
-        if not self.num_out:
-            waited = self.waiting
+        fresh &= self.is_missing
+        self.num_missing -= int(np.count_nonzero(fresh))
+        if not self.num_missing:
+            waiting_units = self.waiting
             self.lacking[:] = 0
-            self.out[:] = False
-            return waited.nonzero()[0]
-        self.out ^= fresh
-        came = np.add.reduceat(fresh, self.offsets, dtype=np.int64)
-        self.lacking -= came
-        complete: Mask = (self.lacking == 0) & (came > 0)
-        return (complete & ~self.dropped if self.any_dropped else complete).nonzero()[0]
+            self.is_missing[:] = False
+            return waiting_units.nonzero()[0]
+        self.is_missing ^= fresh
+        num_received = np.add.reduceat(fresh, self.offsets, dtype=np.int64)
+        self.lacking -= num_received
+        complete: Mask = (self.lacking == 0) & (num_received > 0)
+        return (complete & ~self.dropped_units if self.has_dropped_units else complete).nonzero()[0]
 
 
 class TokenPool:
@@ -165,7 +180,7 @@ class TokenPool:
         self._last = units.call
         self._calls[units.call] = self._newest
 
-    def arrived(self, call: int, pairs: IntArray) -> Units | None:
+    def receive_units(self, call: int, pairs: IntArray) -> Units | None:
         """Record parts of a call. Returns the units that they complete, in order, or None when there are
         none.
 
@@ -173,41 +188,41 @@ class TokenPool:
         done. Raises ValueError for a call that was never opened and for a pair that the call does not have.
         """
         record = self._find(call)
-        ready = self.completed(call, pairs)
+        ready = self.receive(call, pairs)
         if record is None or not len(ready):
             return None
         return record.units if len(ready) == len(record.units) else record.units.take(ready)
 
-    def completed(self, call: int, pairs: IntArray) -> IntArray:
+    def receive(self, call: int, pairs: IntArray) -> IntArray:
         """Like `arrived`, but returns the [r] indices of the units that the parts complete, ascending."""
         record = self._find(call)
         if record is None or not len(pairs):
-            return NONE
-        if pairs.astype(np.uint64).max() >= len(record.out):  # a negative number becomes a large one
-            raise ValueError(f"call {call} has pairs 0 to {len(record.out) - 1}: got {pairs.tolist()}")
+            return NO_UNITS
+        if pairs.astype(np.uint64).max() >= len(record.is_missing):  # a negative number becomes a large one
+            raise ValueError(f"call {call} has pairs 0 to {len(record.is_missing) - 1}: got {pairs.tolist()}")
         ready = record.receive(pairs)
-        if not record.num_out:
+        if not record.num_missing:
             del self._calls[call]
         return ready
 
     def completes(self, call: int, pairs: IntArray) -> bool:
         """Whether these are all parts of the call that have not arrived. They are not recorded."""
         record = self._find(call)
-        if record is None or len(pairs) < record.num_out:
+        if record is None or len(pairs) < record.num_missing:
             return False
-        found: Mask = np.zeros(len(record.out), dtype=bool)
-        found[pairs] = True
-        return int(np.count_nonzero(found & record.out)) == record.num_out
+        is_received: Mask = np.zeros(len(record.is_missing), dtype=bool)
+        is_received[pairs] = True
+        return int(np.count_nonzero(is_received & record.is_missing)) == record.num_missing
 
     def finish(self, call: int) -> IntArray:
         """Record all parts of a call that have not arrived. Returns what `completed` returns."""
         record = self._calls.pop(call)
-        return (record.waiting if record.any_dropped else record.lacking > 0).nonzero()[0]
+        return (record.waiting if record.has_dropped_units else record.lacking > 0).nonzero()[0]
 
     def lacking(self, call: int) -> int:
         """Number of parts of a call that have not arrived."""
         record = self._find(call)
-        return 0 if record is None else record.num_out
+        return 0 if record is None else record.num_missing
 
     def drop(self, request_id: int) -> None:
         """Drop all waiting units of a request that was cancelled or preempted. They never become ready.
@@ -216,10 +231,10 @@ class TokenPool:
         request opens later, in its next epoch, are not affected.
         """
         for record in self._calls.values():
-            record.dropped |= record.units.request_ids == request_id
-            record.any_dropped = True
+            record.dropped_units |= record.units.request_ids == request_id
+            record.has_dropped_units = True
 
-    def done(self, call: int) -> bool:
+    def is_complete(self, call: int) -> bool:
         """Whether every part arrived, also those of dropped units. Then the call's memory may be released."""
         return self._find(call) is None
 
@@ -229,7 +244,7 @@ class TokenPool:
         Pairs of dropped units are included, because the call is done only when every pair was answered.
         """
         record = self._find(call)
-        return np.zeros(0, dtype=np.int64) if record is None else np.flatnonzero(record.out)
+        return np.zeros(0, dtype=np.int64) if record is None else np.flatnonzero(record.is_missing)
 
     def waiting(self) -> dict[int, int]:
         """Rows of the units that wait for parts, by layer. Layers without any are left out."""

@@ -243,7 +243,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     if context.on_rank_lost is not None:
         launcher.watch_ranks(context.on_rank_lost)
     offload, cache = config.offload, config.cache
-    padded_tokens = None if offload is None else offload.padded
+    padded_tokens = None if offload is None else offload.padded_prompt_len
     blocks = make_block_pool(cache, size, padded_tokens)
     speculation = make_speculation(config, loaded_model.model)
     return WorkerParts(

@@ -60,8 +60,8 @@ def read_owners(config: WorkerConfig) -> ExpertOwners:
         expert_owners = ExpertOwners(equal_owners(layout.layers, layout.num_experts, units), None)
     else:
         placement = Placement.read(parallel.placement, units)
-        tables = Tables.beside(parallel.placement, placement)
-        placement = placement.covering(layout.prediction)
+        tables = Tables.load_for(parallel.placement, placement)
+        placement = placement.with_layer(layout.prediction)
         placement.check(layout.fingerprint, layout.layers, layout.num_experts)
         expert_owners = _take_from_placement(placement, tables)
     if parallel.moe_collectives == "shuffled" and expert_owners.tables is None:

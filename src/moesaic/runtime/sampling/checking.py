@@ -60,8 +60,8 @@ def sample_step(sampler: Sampler, plan: StepPlan, logits: torch.Tensor) -> Sampl
 
     logits: [p + drafted, vocab] of plan.sample_rows. They may be changed in place.
     """
-    if not len(plan.drafted):
-        return SampledTokens(*sampler.sample(plan.request_ids[plan.sampled], logits))
+    if not len(plan.num_draft_tokens):
+        return SampledTokens(*sampler.sample(plan.request_ids[plan.sampled_sequences], logits))
     checks = _checks(plan)
     _sample_at_once(sampler, [check for check in checks if not sampler.needs_order(check.request_id)], logits)
     _sample_in_rounds(sampler, [check for check in checks if not check.tokens], logits)
@@ -80,13 +80,13 @@ def join_samples(parts: Sequence[SampledTokens]) -> SampledTokens:
 
 def _checks(plan: StepPlan) -> list[_Check]:
     """Make a check for each sampled sequence."""
-    ids, counts = plan.batch.token_ids, plan.drafted.tolist()
-    stops = plan.batch.query_starts[plan.sampled + 1].tolist()
-    starts = (np.cumsum(plan.drafted + 1) - plan.drafted - 1).tolist()
+    ids, counts = plan.batch.token_ids, plan.num_draft_tokens.tolist()
+    stops = plan.batch.query_starts[plan.sampled_sequences + 1].tolist()
+    starts = (np.cumsum(plan.num_draft_tokens + 1) - plan.num_draft_tokens - 1).tolist()
     return [
         _Check(request_id, start, ids[stop - count : stop].tolist())
         for request_id, start, stop, count in zip(
-            plan.request_ids[plan.sampled].tolist(), starts, stops, counts, strict=True
+            plan.request_ids[plan.sampled_sequences].tolist(), starts, stops, counts, strict=True
         )
     ]
 

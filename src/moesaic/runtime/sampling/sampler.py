@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moesaic.core.request import NO_TOKEN, NOT_ALLOWED, Request, TokenLogprob
+from moesaic.core.request import NO_ALLOWED_TOKEN, NO_TOKEN, Request, TokenLogprob
 from moesaic.core.tokens import IntArray
 from moesaic.kernels.moving import move_array
 from moesaic.runtime.sampling.penalties import Adjustment, adjust
@@ -153,7 +153,7 @@ class Sampler:
             if row.adjustment is not None:
                 row.adjustment.append(int(token))
         if self._constraints is not None and bound:
-            result[self._constraints.accept(bound, result, logits)] = NOT_ALLOWED
+            result[self._constraints.accept(bound, result, logits)] = NO_ALLOWED_TOKEN
         return result, report
 
     def _sample_others(

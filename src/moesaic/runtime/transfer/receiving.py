@@ -91,7 +91,7 @@ class KVReceiver(Transfers):
 
     def expect(self, message: messages.Submit) -> None:
         with self._lock:
-            for request_id, transfer in message.received.items():
+            for request_id, transfer in message.received_transfers.items():
                 image = self._images.pop(transfer, None)
                 self._close(transfer)
                 if image is not None and image.tokens:
@@ -109,7 +109,9 @@ class KVReceiver(Transfers):
         for header, data in image.pieces:
             self._put(header, data, action, max(0, begin - header.first_block))
         tokens = self._stats.received_tokens + len(action.tokens)
-        self._stats = replace(self._stats, received=self._stats.received + 1, received_tokens=tokens)
+        self._stats = replace(
+            self._stats, received_requests=self._stats.received_requests + 1, received_tokens=tokens
+        )
 
     def forget(self, request_ids: Sequence[int]) -> None:
         with self._lock:

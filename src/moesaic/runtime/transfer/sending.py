@@ -126,7 +126,7 @@ class Link:
     def _run(self) -> None:
         caller: Caller | None = None
         try:
-            address = self.endpoint.seen_from(this_host())
+            address = self.endpoint.address_for(this_host())
             transport = "shm" if self._transport in ON_GPUS else self._transport  # images are of the host
             kind = kind_of(transport, address)
             caller = connect(address, self._target.secret, kind, self._heap)
@@ -244,7 +244,7 @@ class KVSender(Transfers):
         generated_tokens = dict(
             zip(
                 (submitted_request.request_id for submitted_request in message.requests),
-                message.generated,
+                message.generated_ids,
                 strict=False,
             )
         )
@@ -326,7 +326,7 @@ class KVSender(Transfers):
             if link.queued_bytes > self._max_queued_bytes or not link.put(piece):
                 self._give_up([outgoing.target.transfer])
                 return False
-            self._count(TransferStats(sent=int(last)))
+            self._count(TransferStats(sent_requests=int(last)))
         return True
 
     def _parts(self, outgoing: _Outgoing, blocks: int, layers: int) -> list[tuple[range, int, int]]:
@@ -372,7 +372,7 @@ class KVSender(Transfers):
             )
 
     def _give_up(self, transfers: list[int]) -> None:
-        self._count(TransferStats(failed=len(transfers)))
+        self._count(TransferStats(failed_transfers=len(transfers)))
         with contextlib.suppress(ConnectionLost):  # the process ends
             self._report(messages.KVNotSent(transfers))
 

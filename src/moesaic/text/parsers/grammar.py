@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import MOST_CHARACTERS
+from moesaic.core.structured_outputs import MOST_CHARACTERS
 from moesaic.text.parsers.answer import Tags
 from moesaic.text.parsers.calls import CallParser
 from moesaic.text.parsers.harmony import Harmony

@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from moesaic.core.errors import RequestError
-from moesaic.core.structured import StructuredOutputsParams
+from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.text.structured.vocabulary import Vocabulary
 
 WHITESPACE = r"(\n[ \t]{0,20}| ?)"

@@ -56,7 +56,7 @@ class BudgetFilter:
         self._full_mask.view(np.uint8)[: (width + 7) // 8] = np.packbits(
             np.ones(width, np.uint8), bitorder="little"
         )
-        self._states = [_State(_Phase.REASONING if budget.inside else _Phase.BEFORE_REASONING)]
+        self._states = [_State(_Phase.REASONING if budget.starts_inside else _Phase.BEFORE_REASONING)]
         """Behind each number of accepted tokens."""
 
     @property
@@ -130,7 +130,7 @@ class BudgetFilter:
         return state
 
     def _scan_for_opening(self, text: bytes, num_used: int) -> _State:
-        if self._budget.anywhere:
+        if self._budget.can_start_later:
             place = text.find(self._opening)
             if place >= 0:
                 return self._scan_for_ending(text[place + len(self._opening) :], num_used)
@@ -154,4 +154,4 @@ class BudgetFilter:
         )
 
     def _end_reasoning(self, text: bytes, num_used: int) -> _State:
-        return self._scan_for_opening(text, num_used) if self._budget.anywhere else _BEHIND
+        return self._scan_for_opening(text, num_used) if self._budget.can_start_later else _BEHIND

@@ -117,7 +117,7 @@ class Renderer:
             case frames.DONE:
                 return text
             case frames.REFUSED:
-                raise TemplateError(text, refused=True)
+                raise TemplateError(text, is_refusal=True)
             case frames.TOO_LONG:
                 raise TemplateError(f"made more than {max_characters} characters of text", too_long=True)
             case frames.NO_MEMORY:

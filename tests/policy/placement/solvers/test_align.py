@@ -35,7 +35,7 @@ def test_worked_example() -> None:
 def test_every_topic_has_one_number(seed: int, by_request: bool) -> None:
     profile, topics = planted(seed, size=12, ranks=4, layers=5)
     if not by_request:
-        profile = replace(profile, routes=profile.routes.of([]))
+        profile = replace(profile, routes=profile.routes.select([]))
     rng = np.random.default_rng(seed)
     given = np.stack([rng.permutation(4)[row] for row in topics])
     found = align(profile, given, 4)
@@ -70,7 +70,7 @@ def test_agreement_is_the_covariance_of_requests() -> None:
     others."""
     even = noise(3, size=6, layers=3, k=2, requests=16)
     routes = replace(even.routes, starts=np.cumsum([0, *[12] * 8, *[4] * 8]))
-    profile = even.of(routes)
+    profile = even.with_routes(routes)
     experts, ranks = shuffled(3, 3, 6, 3), 3
     size = np.diff(routes.starts)[:, None, None] * 2.0
     shares = np.zeros((16, 3, ranks))
@@ -96,5 +96,5 @@ def test_nothing_to_align() -> None:
     profile = noise(0, size=4, layers=1, k=1)
     assert align(profile, np.array([[1, 0, 0, 1]]), 2).tolist() == [[1, 0, 0, 1]]
     assert align(profile, np.zeros((1, 4), dtype=np.int64), 1).tolist() == [[0, 0, 0, 0]]
-    empty = Profile.of_routes("m", 20, 4, (), profile.routes.of([]))
+    empty = Profile.from_routes("m", 20, 4, (), profile.routes.select([]))
     assert align(replace(empty, counts=()), np.zeros((0, 4), dtype=np.int64), 2).shape == (0, 4)

@@ -46,12 +46,12 @@ def carried(profile: Profile, experts: SmallArray, ranks: int) -> IntArray:
 
 
 def test_worked_example() -> None:
-    counts = Counts.of(np.array([5, 6]), np.array([[0, 2], [1, 3]]), 8, 4)
+    counts = Counts.from_pairs(np.array([5, 6]), np.array([[0, 2], [1, 3]]), 8, 4)
     assert same_clusters(place(counts, 4, 2, np.random.default_rng(0), QUICK), np.array([0, 1, 0, 1]))
 
 
 def test_dense_worked_example() -> None:
-    counts = Counts.of(np.array([5, 5, 2]), np.array([[1, 0], [1, 2], [0, 2]]), 8, 3)
+    counts = Counts.from_pairs(np.array([5, 5, 2]), np.array([[1, 0], [1, 2], [0, 2]]), 8, 3)
     assert dense(counts, 3).tolist() == [[1, 0, 1], [1, 2, 1]]
 
 
@@ -93,7 +93,7 @@ def test_a_rank_carries_no_more_than_its_cap() -> None:
     rng = np.random.default_rng(0)
     tokens = np.arange(400) % 40
     scores = rng.random((400, 8)) + np.where(tokens[:, None] % 4 == 0, 0.0, 1.0) * (np.arange(8) < 4)
-    counts = Counts.of(tokens, np.argsort(-scores, axis=1)[:, :2], 40, 8)
+    counts = Counts.from_pairs(tokens, np.argsort(-scores, axis=1)[:, :2], 40, 8)
     loads = counts.loads(8)
 
     def most(spare: float) -> tuple[float, float]:
@@ -221,7 +221,7 @@ def test_a_sample_weighs_what_it_stands_for() -> None:
 
 
 def test_layers_without_counts_are_placed_all_the_same() -> None:
-    empty = Counts.of(np.zeros(0, dtype=np.int64), np.zeros((0, 2), dtype=np.int64), 4, 5)
+    empty = Counts.from_pairs(np.zeros(0, dtype=np.int64), np.zeros((0, 2), dtype=np.int64), 4, 5)
     found = place(empty, 5, 2, np.random.default_rng(0), AnnealingSearch())
     assert np.bincount(found).tolist() == [3, 2]
 

@@ -66,7 +66,7 @@ def test_ranks_that_cannot_be(solver: str, ranks: int) -> None:
 def test_topics_are_found(solver: str, requests: bool, seed: int) -> None:
     profile, topics = planted(seed, size=12, ranks=4)
     if not requests:
-        profile = replace(profile, routes=profile.routes.of([]))
+        profile = replace(profile, routes=profile.routes.select([]))
     found = PAPERS[solver](profile, 4, seed=seed)
     number = found.experts[0][np.argsort(topics[0], kind="stable")[::3]]
     assert (found.experts == number[topics]).all()
@@ -77,7 +77,7 @@ def test_topics_are_found(solver: str, requests: bool, seed: int) -> None:
 @pytest.mark.parametrize("solver", PAPERS)
 def test_a_layer_that_nobody_used(solver: str) -> None:
     profile = noise(0, 6, layers=2, k=2)
-    empty = Profile.of_routes("m", 20, 6, (0, 1), profile.routes.of([]))
+    empty = Profile.from_routes("m", 20, 6, (0, 1), profile.routes.select([]))
     assert np.bincount(PAPERS[solver](empty, 3).experts[1]).tolist() == [2, 2, 2]
 
 
@@ -229,7 +229,7 @@ def test_shares_of_a_profile() -> None:
     assert inputs.pairs.sum(axis=(1, 2)) == pytest.approx([1, 1])
     assert np.einsum("lee->l", inputs.pairs).tolist() == [0, 0]
     tokens = sem_moe.inputs_of(
-        replace(profile, routes=profile.routes.of([])), experts_per_rank(6, 3), sem_moe.Weights()
+        replace(profile, routes=profile.routes.select([])), experts_per_rank(6, 3), sem_moe.Weights()
     )
     assert (tokens.rows.sum(axis=0) == profile.loads).all()
     assert (np.diff(tokens.rows.sum(axis=(1, 2))) <= 0).all()

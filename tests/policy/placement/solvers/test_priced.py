@@ -52,7 +52,7 @@ def cost(profile: Profile, experts: npt.NDArray[np.integer], prices: FloatArray)
     """Price of all counted choices, each token id on its cheapest rank of the layer. The obvious loop."""
     total = 0.0
     for layer, counts in enumerate(profile.counts):
-        for token in counts.known.tolist():
+        for token in counts.known_tokens.tolist():
             at = counts.tokens == token
             spent = [
                 sum(

@@ -38,7 +38,7 @@ def profile_of(
         np.array(experts, dtype=np.int16),
     )
     found = None if nearest is None else np.array(nearest, dtype=np.int32)
-    return Profile.of_routes("m", vocab_size, size, range(routes.experts.shape[1]), routes, nearest=found)
+    return Profile.from_routes("m", vocab_size, size, range(routes.experts.shape[1]), routes, nearest=found)
 
 
 def grouped(size: int, ranks: int, seed: int, layers: int = 3) -> tuple[Profile, np.ndarray]:
@@ -158,7 +158,7 @@ def test_labels_are_the_best_ranks(profile: Profile, seed: int) -> None:
 
 
 def test_choices_by_rank() -> None:
-    counts = Counts.of(np.array([1, 1]), np.array([[0, 1], [0, 2]]), 3, 3)
+    counts = Counts.from_pairs(np.array([1, 1]), np.array([[0, 1], [0, 2]]), 3, 3)
     assert rank_choices(counts, np.array([0, 1, 1], dtype=np.int16), 2).tolist() == [[0, 0], [2, 2], [0, 0]]
 
 
@@ -168,7 +168,7 @@ def test_choices_by_rank() -> None:
 def test_coactivation_worked_example() -> None:
     counts = Counts(np.array([0, 2]), np.array([0, 1], dtype=np.int16), np.array([2, 1], dtype=np.int32))
     assert coactivation(counts, 2, top_k=1) == pytest.approx(np.array([[4, 2], [2, 1]]) / 3)
-    counts = Counts.of(np.array([0, 0]), np.array([[0, 1], [0, 2]]), 1, 3)
+    counts = Counts.from_pairs(np.array([0, 0]), np.array([[0, 1], [0, 2]]), 1, 3)
     assert coactivation(counts, 3, top_k=2) == pytest.approx(
         np.array([[2, 1, 1], [1, 0.5, 0.5], [1, 0.5, 0.5]])
     )

@@ -20,7 +20,7 @@ from moesaic.policy.scheduling.microqueue import (
     Defrag,
     FirstLayerFirst,
     MostTokensFirst,
-    policy_named,
+    make_policy,
 )
 from moesaic.policy.scheduling.minimum_batch import Decisions, Load
 from moesaic.policy.scheduling.schedulers.actions import (
@@ -38,7 +38,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
-from moesaic.policy.scheduling.schedulers.step_plan import step_plan
+from moesaic.policy.scheduling.schedulers.step_plan import plan_step
 from moesaic.policy.scheduling.sequence import Sequence
 from moesaic.policy.scheduling.tokenpool import Units
 
@@ -56,7 +56,7 @@ def worker(
     top_k: int = 2,
 ) -> FakeLayered:
     limits = BatchLimits(seats, rows, length, chunk)
-    return FakeLayered(limits, num_blocks, size, policy=policy_named(policy), layers=layers, top_k=top_k)
+    return FakeLayered(limits, num_blocks, size, policy=make_policy(policy), layers=layers, top_k=top_k)
 
 
 def run_of(actions: list[Action]) -> RunSegment:
@@ -185,7 +185,7 @@ def test_rows_under_way_are_at_most_those_of_a_step() -> None:
 
 def test_neighbouring_sources_are_joined() -> None:
     sequence = Sequence(request(0, [1]), 64, 0.0)
-    plan = step_plan(0, [], KVBlocks(8, 4))
+    plan = plan_step(0, [], KVBlocks(8, 4))
     none = np.zeros(0, dtype=np.int64)
     third, fourth = (Run(i, 0, plan, [], Units.of_run(i, 0, none, none, none, none)) for i in (3, 4))
     rows = [(third, 0, 2), (third, 2, 3), (third, 4, 5), (fourth, 5, 6), (fourth, 6, 9)]
@@ -207,7 +207,7 @@ def test_cancelled_while_its_experts_compute() -> None:
     subject.arrive(request(0, [1, 2]))
     subject.step()
     assert subject.cancel(0, 99) == [Release([0])]
-    assert subject.scheduler.stats().blocks.used == 0
+    assert subject.scheduler.stats().blocks.num_used == 0
     assert subject.answer(0, [1]) == []
     assert subject.answer(0, [0]) == [Forget([0])]
     subject.check_everybody()
@@ -230,10 +230,10 @@ def test_cancelled_in_the_run_under_way(ending: str) -> None:
     subject = worker(top_k=1)
     subject.arrive(request(0, [1, 2]), request(1, [3]))
     assert subject.cancel(0) == []
-    used = subject.scheduler.stats().blocks.used
+    used = subject.scheduler.stats().blocks.num_used
     assert used > 0
     actions = getattr(subject, ending)()
-    assert Release([0]) in actions and subject.scheduler.stats().blocks.used == used - 1
+    assert Release([0]) in actions and subject.scheduler.stats().blocks.num_used == used - 1
     subject.drain()
     subject.check_everybody()
 
@@ -381,7 +381,7 @@ def test_tokens_from_a_worker_that_died_are_not_sampled_again() -> None:
     subject = worker()
     asked = request(0, [1, 2, 3], max_tokens=6)
     (admit, _) = subject.arrive(asked, known={0: 4})
-    assert isinstance(admit, Admit) and admit.generated == [alone(asked, 64)[0][:4]]
+    assert isinstance(admit, Admit) and admit.generated_ids == [alone(asked, 64)[0][:4]]
     subject.drain()
     subject.check_everybody()
     assert sum(len(a.tokens) for _, _, actions in subject.log for a in actions if isinstance(a, Emit)) == 2
@@ -411,7 +411,7 @@ def test_the_tokens_of_one_process(policy: str, top_k: int, layers: int) -> None
     limits = BatchLimits(4, 7, 20, 3)
     one, other = (
         FakeExecutor(limits, 10, 2),
-        FakeLayered(limits, 10, 2, policy=policy_named(policy), layers=layers, top_k=top_k),
+        FakeLayered(limits, 10, 2, policy=make_policy(policy), layers=layers, top_k=top_k),
     )
     for subject in (one, other):
         subject.arrive(*traffic())
@@ -439,9 +439,9 @@ class Spy(MostTokensFirst):
 
     seen: list[tuple[list[int], list[float]]] = []  # noqa: RUF012
 
-    def choose(self, tokens: IntArray, waited: np.ndarray) -> tuple[int, int] | None:
-        self.seen.append((tokens[:, 0].tolist(), waited[:, 0].tolist()))
-        return super().choose(tokens, waited)
+    def choose(self, tokens: IntArray, wait_seconds: np.ndarray) -> tuple[int, int] | None:
+        self.seen.append((tokens[:, 0].tolist(), wait_seconds[:, 0].tolist()))
+        return super().choose(tokens, wait_seconds)
 
 
 def test_the_policy_sees_rows_and_how_long_the_oldest_waits() -> None:
@@ -506,7 +506,7 @@ def test_enough_is_worth_a_run_or_all_decodes() -> None:
         (RunThreshold(999), 512, [True, False, False]),
         (RunThreshold(), 580, [True, True, True]),
     ):
-        assert [rule.alone(ready, Load(decodes, decodes)) for ready in (512, 64, 4)] == wanted
+        assert [rule.runs_alone(ready, Load(decodes, decodes)) for ready in (512, 64, 4)] == wanted
 
 
 def test_a_part_runs_alone_once_the_worker_is_idle_for_long_enough() -> None:

@@ -26,17 +26,17 @@ from tests.support.toy_model import request
 
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
-from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, QueuePolicy, policy_named
+from moesaic.policy.scheduling.microqueue import Defrag, DefragWithHistory, QueuePolicy, make_policy
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.ready_queues import RunThreshold
 
 POLICIES: list[Callable[[], QueuePolicy]] = [
     *(
-        lambda name=name, urgency=urgency: policy_named(name, urgency)
+        lambda name=name, urgency=urgency: make_policy(name, urgency)
         for name in ("defrag", "mtfs", "flfs")
         for urgency in (None, 0.0, 4.0)
     ),
-    lambda: policy_named("defrag", cap=2),
+    lambda: make_policy("defrag", cap=2),
     lambda: DefragWithHistory(Defrag(), 3),
 ]
 
@@ -156,7 +156,7 @@ class AsynchronousMachine(RuleBasedStateMachine):
         stats = self.executor.scheduler.stats()
         assert stats.running <= self.limits.max_num_seqs
         if self.executor.action is None and not self.executor.open_runs():
-            assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+            assert (stats.running, stats.waiting, stats.blocks.num_used) == (0, 0, 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "executor"):

@@ -28,14 +28,14 @@ from moesaic.policy.scheduling.microqueue import (
     QueuePolicy,
 )
 from moesaic.policy.scheduling.schedulers.expert_server import (
-    HELD,
-    Enough,
+    DECISION_RUNS,
+    EnoughPairs,
     ExpertServerScheduler,
     Run,
     StartRule,
+    WaitByCurves,
+    WaitForSmallCalls,
     Waiting,
-    WhileItPays,
-    WhileSmall,
 )
 
 LAYERS = (3, 5)
@@ -45,7 +45,7 @@ EXPERTS = 4
 def service(
     groups: int = 1, rule: StartRule | None = None, policy: QueuePolicy | None = None, clients: int = 2
 ) -> ExpertServerScheduler:
-    subject = ExpertServerScheduler(LAYERS, policy or MostTokensFirst(), rule or Enough(), groups)
+    subject = ExpertServerScheduler(LAYERS, policy or MostTokensFirst(), rule or EnoughPairs(), groups)
     for client in range(clients):
         subject.client_joined(client)
     return subject
@@ -54,7 +54,7 @@ def service(
 def ask(
     subject: ExpertServerScheduler, call: int, client: int, layer: int, experts: list[int], now: float = 0.0
 ) -> None:
-    subject.arrived(call, client, layer, np.array(experts, dtype=np.int32), now)
+    subject.add_call(call, client, layer, np.array(experts, dtype=np.int32), now)
 
 
 def parts(run: Run | None) -> list[tuple[int, list[int]]]:
@@ -99,7 +99,7 @@ def test_queues_of_a_layer_run_together_where_one_alone_costs_too_much() -> None
         seen.append(sorted(pairs))
         return min(pairs) >= 2
 
-    subject = ExpertServerScheduler(LAYERS, MostTokensFirst(), Enough(), EXPERTS, apart)
+    subject = ExpertServerScheduler(LAYERS, MostTokensFirst(), EnoughPairs(), EXPERTS, apart)
     for client in range(2):
         subject.client_joined(client)
     ask(subject, 0, 0, 3, [2, 0, 2])
@@ -136,7 +136,7 @@ def test_a_policy_that_remembers_is_asked_every_time() -> None:
     assert not Defrag().remembers
     for first, then in ((True, 3), (False, 5)):
         subject = ExpertServerScheduler(
-            (3, 4, 5), DefragWithHistory(Defrag(lookahead=1, decay=0.5), 10), Enough()
+            (3, 4, 5), DefragWithHistory(Defrag(lookahead=1, decay=0.5), 10), EnoughPairs()
         )
         subject.client_joined(0)
         if first:
@@ -152,7 +152,7 @@ def test_a_policy_that_remembers_is_asked_every_time() -> None:
 def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:
     """The client waits for all rows of the layer, although its own call has no pairs."""
     for groups in (1, EXPERTS):
-        subject = service(groups, rule=Enough(pairs=10, wait=9.0))
+        subject = service(groups, rule=EnoughPairs(pairs=10, wait=9.0))
         ask(subject, 0, 0, 3, [])
         assert subject.next_run(0.0) is None
         ask(subject, 1, 1, 3, [0])
@@ -163,7 +163,7 @@ def test_a_call_without_pairs_runs_with_the_others_of_its_layer() -> None:
 
 
 def test_enough_is_pairs_or_patience_or_everybody() -> None:
-    rule = Enough(pairs=4, wait=0.5)
+    rule = EnoughPairs(pairs=4, wait=0.5)
     assert not rule.ready(Waiting(pairs=3, mean_call=9.0, clients=2, waiting_clients=1))
     assert rule.ready(Waiting(pairs=4, mean_call=0.0, clients=2, waiting_clients=1))
     assert rule.ready(Waiting(pairs=1, mean_call=0.0, clients=2, waiting_clients=2))
@@ -171,7 +171,7 @@ def test_enough_is_pairs_or_patience_or_everybody() -> None:
 
 
 def test_clients_with_small_calls_wait_for_each_other() -> None:
-    rule = WhileSmall(pairs=32, wait=0.1, runs=3.0)
+    rule = WaitForSmallCalls(pairs=32, wait=0.1, runs=3.0)
     assert not rule.ready(Waiting(pairs=99, mean_call=31.0, clients=2, waiting_clients=1))
     assert rule.ready(Waiting(pairs=1, mean_call=31.0, clients=2, waiting_clients=2))
     assert rule.ready(Waiting(pairs=1, mean_call=32.0, clients=2, waiting_clients=1)), (
@@ -183,7 +183,7 @@ def test_clients_with_small_calls_wait_for_each_other() -> None:
 def test_calls_that_grow_are_not_waited_for_any_more() -> None:
     """Calls that shrink are waited for. Before the first run nobody knows what waiting costs, so nobody
     waits."""
-    subject, now, call = service(rule=WhileSmall(pairs=4, wait=0.5, runs=3.0)), 0.0, 0
+    subject, now, call = service(rule=WaitForSmallCalls(pairs=4, wait=0.5, runs=3.0)), 0.0, 0
     waited = []
     for size in [1] * 5 + [8] * 12 + [1] * 30:
         ask(subject, call, 0, 3, [0] * size, now)
@@ -200,7 +200,7 @@ def test_calls_that_grow_are_not_waited_for_any_more() -> None:
 
 
 def test_a_start_waits_for_the_other_client() -> None:
-    subject = service(rule=Enough(pairs=10, wait=0.5))
+    subject = service(rule=EnoughPairs(pairs=10, wait=0.5))
     ask(subject, 0, 0, 3, [1], now=1.0)
     ask(subject, 1, 0, 3, [2], now=1.2)  # the same client again: the other one has nothing in
     assert subject.next_run(1.2) is None
@@ -212,7 +212,7 @@ def test_a_start_waits_for_the_other_client() -> None:
 
 
 def test_there_is_nothing_to_wait_for_without_calls() -> None:
-    subject = service(rule=Enough(pairs=10, wait=0.5))
+    subject = service(rule=EnoughPairs(pairs=10, wait=0.5))
     assert subject.wait(0.0) is None and subject.next_run(1e9) is None
     ask(subject, 0, 0, 3, [1], now=1.0)
     assert subject.wait(100.0) == 0.0
@@ -220,7 +220,7 @@ def test_there_is_nothing_to_wait_for_without_calls() -> None:
 
 def test_a_client_waits_until_its_last_pair_runs() -> None:
     """Client 0's call runs in two groups and is half done. It still counts as waiting."""
-    subject = service(groups=EXPERTS, rule=Enough(pairs=3, wait=9.0))
+    subject = service(groups=EXPERTS, rule=EnoughPairs(pairs=3, wait=9.0))
     ask(subject, 0, 0, 3, [0, 1, 1])
     assert parts(subject.next_run(0.0)) == [(0, [1, 2])]
     ask(subject, 1, 1, 3, [2])
@@ -241,7 +241,7 @@ def test_the_calls_of_a_client_that_left_are_not_computed() -> None:
 
 
 def test_nobody_waits_for_a_client_that_left() -> None:
-    subject = service(rule=Enough(pairs=10, wait=9.0))
+    subject = service(rule=EnoughPairs(pairs=10, wait=9.0))
     ask(subject, 0, 0, 3, [1])
     assert subject.next_run(0.0) is None
     subject.client_left(1)
@@ -249,7 +249,7 @@ def test_nobody_waits_for_a_client_that_left() -> None:
 
 
 def test_nobody_waits_for_a_client_that_paused() -> None:
-    subject = service(rule=Enough(pairs=99, wait=1.0))
+    subject = service(rule=EnoughPairs(pairs=99, wait=1.0))
     subject.client_paused(1)
     ask(subject, 0, 0, 3, [1])
     assert parts(subject.next_run(0.0)) == [(0, [0])]
@@ -291,7 +291,7 @@ class ServiceMachine(RuleBasedStateMachine):
     )
     def start(self, groups: int, pairs: int, wait: float, small: bool, alone: int) -> None:
         """alone: pairs from which a queue runs alone."""
-        rule = WhileSmall(pairs, wait, runs=2.0) if small else Enough(pairs, wait)
+        rule = WaitForSmallCalls(pairs, wait, runs=2.0) if small else EnoughPairs(pairs, wait)
         self.groups = groups if alone < 2 else 1
         self.subject = ExpertServerScheduler(
             LAYERS, MostTokensFirst(), rule, groups, lambda queues, busy: min(queues) >= alone
@@ -366,7 +366,7 @@ def test_every_pair_of_clients_that_stay_runs_once() -> None:
 
 
 def test_a_client_that_was_waited_for_in_vain_is_not_waited_for_at_the_next_layer() -> None:
-    subject = service(rule=Enough(pairs=99, wait=1.0))
+    subject = service(rule=EnoughPairs(pairs=99, wait=1.0))
     ask(subject, 0, 0, 3, [1], now=0.0)
     assert subject.next_run(0.5) is None
     assert parts(subject.next_run(1.0)) == [(0, [0])]
@@ -404,7 +404,7 @@ def traffic(recorded: Recorded, turns: int) -> None:
             recorded.tell("client_joined" if client in clients else "client_left", client)
         else:
             experts = np.array([rng.randrange(EXPERTS) for _ in range(rng.randrange(5))], dtype=np.int32)
-            recorded.tell("arrived", calls, client, rng.choice(LAYERS), experts, now)
+            recorded.tell("add_call", calls, client, rng.choice(LAYERS), experts, now)
             calls += 1
         if rng.random() < 0.5:
             recorded.tell("next_run", now)
@@ -420,7 +420,7 @@ def replayed(subject: ExpertServerScheduler, log: list[tuple[str, tuple[Any, ...
 @pytest.mark.parametrize("policy", [MostTokensFirst, FirstLayerFirst, Defrag])
 def test_replay_gives_the_same_runs(groups: int, policy: type[QueuePolicy]) -> None:
     def fresh(pairs: int = 6) -> ExpertServerScheduler:
-        return service(groups, Enough(pairs, 0.5), policy(), clients=0)
+        return service(groups, EnoughPairs(pairs, 0.5), policy(), clients=0)
 
     recorded = Recorded(fresh())
     traffic(recorded, 300)
@@ -437,13 +437,15 @@ def test_a_server_that_waits_while_it_pays_keeps_what_it_decided_for_some_runs()
         asked.append(waiting.runs)
         return not asked[1:]
 
-    rule = WhileItPays(pays, 0.5, 3.0, WhileSmall(8, 0.2, 1.0))
+    rule = WaitByCurves(pays, 0.5, 3.0, WaitForSmallCalls(8, 0.2, 1.0))
     known = Waiting(8, 8.0, 2, 1)
     assert not rule.ready(known) and rule.ready(replace(known, waiting_clients=2))
     assert [rule.patience(took) for took in (0.1, 9.0)] == [pytest.approx(0.3), 0.5]
-    assert not rule.ready(replace(known, runs=HELD - 1)) and rule.ready(replace(known, runs=HELD))
-    assert asked == [0, HELD]
-    assert not rule.ready(replace(known, mean_call=7.0, runs=HELD))
+    assert not rule.ready(replace(known, runs=DECISION_RUNS - 1)) and rule.ready(
+        replace(known, runs=DECISION_RUNS)
+    )
+    assert asked == [0, DECISION_RUNS]
+    assert not rule.ready(replace(known, mean_call=7.0, runs=DECISION_RUNS))
     assert [rule.patience(took) for took in (0.1, 9.0)] == [pytest.approx(0.1), 0.2]
 
 
@@ -451,7 +453,7 @@ def test_what_a_server_knows_of_its_clients_times() -> None:
     """Two clients are answered together and call again 2 s later, for ten runs of 1 s."""
     seen: list[Waiting] = []
 
-    class Rule(Enough):
+    class Rule(EnoughPairs):
         def ready(self, waiting: Waiting) -> bool:
             seen.append(waiting)
             return super().ready(waiting)
@@ -464,7 +466,7 @@ def test_what_a_server_knows_of_its_clients_times() -> None:
             ask(subject, 2 * turn + client, client, 3, [1, 2], now=3.0 * turn)
         assert subject.next_run(3.0 * turn) is not None
         assert subject.next_run(3.0 * turn + 1.0) is None
-    assert seen[0].away == 0.0 and seen[-1].away == pytest.approx(2.0)
+    assert seen[0].away_seconds == 0.0 and seen[-1].away_seconds == pytest.approx(2.0)
     assert seen[-1].in_step and seen[-1].runs == 9
     assert seen[-1].calls == [2.0 * (layer == 3) for layer in LAYERS]
     assert subject._busy == pytest.approx(1 / 3, abs=0.15)

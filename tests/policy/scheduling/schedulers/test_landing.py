@@ -24,7 +24,7 @@ def test_the_prefix_cache_never_knows_a_wrong_token(right: float) -> None:
     while subject.under_way is not None:
         subject.step()
         known = [subject.clients[number].tokens for number in (0, 1)]
-        contents = [np.frombuffer(key[1], dtype=np.int64).tolist() for key in subject.blocks._known]
+        contents = [np.frombuffer(key[1], dtype=np.int64).tolist() for key in subject.blocks._block_by_key]
         assert len(contents) <= sum(len(tokens) - 1 for tokens in known)
         for number in set(subject.held):
             table = subject.blocks.table(number).tolist()
@@ -50,12 +50,16 @@ def test_blocks_of_wrong_tokens_are_free_again() -> None:
     subject.step()
     assert len(subject.blocks.table(0)) == 6  # the prompt, the first token, and four drafted ones
     plan = subject.under_way
-    assert plan is not None and plan.drafted.tolist() == [4] and plan.sample_rows.tolist() == [0, 1, 2, 3, 4]
+    assert (
+        plan is not None
+        and plan.num_draft_tokens.tolist() == [4]
+        and plan.sample_rows.tolist() == [0, 1, 2, 3, 4]
+    )
     subject.fail()
-    assert subject.under_way is not None and subject.under_way.drafted.tolist() == [4]
+    assert subject.under_way is not None and subject.under_way.num_draft_tokens.tolist() == [4]
     subject.cancel(0)
     subject.step()
-    assert subject.blocks.stats().used == 0
+    assert subject.blocks.stats().num_used == 0
 
 
 def test_tokens_that_do_not_fit_the_plan_are_refused() -> None:
@@ -72,9 +76,9 @@ class Once:
     def __init__(self) -> None:
         self.left = 1
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
         self.left -= 1
-        return [9] * most if self.left == 0 else []
+        return [9] * max_tokens if self.left == 0 else []
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -87,5 +91,5 @@ def test_a_sequence_keeps_no_block_for_a_draft_that_is_over(fails: bool) -> None
         subject.fail()
     else:
         subject.step()
-    assert subject.under_way is not None and not len(subject.under_way.drafted)
+    assert subject.under_way is not None and not len(subject.under_way.num_draft_tokens)
     assert len(subject.blocks.table(0)) == len(subject.clients[0].tokens) < 6

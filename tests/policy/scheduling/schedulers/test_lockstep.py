@@ -19,7 +19,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from moesaic.policy.scheduling.schedulers.step_plan import step_plan
+from moesaic.policy.scheduling.schedulers.step_plan import plan_step
 from moesaic.policy.scheduling.sequence import Sequence
 
 
@@ -42,7 +42,12 @@ def test_worked_example() -> None:
 
     admit, run = subject.arrive(asked)
     assert isinstance(admit, Admit) and isinstance(run, RunStep)
-    assert (admit.requests, admit.generated, admit.cached_tokens, admit.epochs) == ([asked], [[]], [0], [0])
+    assert (admit.requests, admit.generated_ids, admit.cached_tokens, admit.epochs) == (
+        [asked],
+        [[]],
+        [0],
+        [0],
+    )
     assert run.plan.batch.token_ids.tolist() == [3, 1, 2]
     assert run.plan.batch.logit_rows.tolist() == [2]
 
@@ -63,7 +68,7 @@ def test_the_plan_of_a_mixed_step() -> None:
     for sequence in (first, second):
         blocks.allocate(sequence.request_id, sequence.tokens.array, 0)
     first.advance(5)
-    plan = step_plan(9, [(first, 1), (second, 3)], blocks)
+    plan = plan_step(9, [(first, 1), (second, 3)], blocks)
     assert plan.step == 9
     assert plan.batch.token_ids.tolist() == [1, 2, 2, 2]
     assert plan.batch.positions.tolist() == [5, 0, 1, 2]
@@ -72,8 +77,14 @@ def test_the_plan_of_a_mixed_step() -> None:
     assert plan.batch.block_tables.tolist() == [[0, 1], [2, 3]]
     assert plan.batch.logit_rows.tolist() == [0]
     assert (plan.request_ids.tolist(), plan.epochs.tolist()) == ([0, 1], [0, 0])
-    assert (plan.sampled.tolist(), plan.scored.tolist()) == ([0], [])
-    arrays = [*vars(plan.batch).values(), plan.request_ids, plan.epochs, plan.sampled, plan.scored]
+    assert (plan.sampled_sequences.tolist(), plan.scored_sequences.tolist()) == ([0], [])
+    arrays = [
+        *vars(plan.batch).values(),
+        plan.request_ids,
+        plan.epochs,
+        plan.sampled_sequences,
+        plan.scored_sequences,
+    ]
     assert all(array.dtype == np.int64 for array in arrays)
 
 
@@ -90,9 +101,9 @@ def test_arrivals_wait_for_the_step_under_way() -> None:
 def test_cancelled_under_way_keeps_its_blocks_until_the_step_is_done() -> None:
     subject = executor()
     subject.arrive(request(0, [1] * 9), request(1, [2] * 2))
-    used = subject.scheduler.stats().blocks.used
+    used = subject.scheduler.stats().blocks.num_used
     assert subject.cancel(0, 99) == []
-    assert subject.scheduler.stats().blocks.used == used
+    assert subject.scheduler.stats().blocks.num_used == used
     emit, release, run = subject.step()
     assert isinstance(emit, Emit) and emit.request_ids == [1] and emit.samples == [1]
     assert release == Release([0])
@@ -178,7 +189,7 @@ def test_prompt_logprobs_are_reported_once_in_spite_of_preemption() -> None:
 def test_a_one_token_prompt_has_nothing_to_score() -> None:
     subject = executor()
     plan = plan_of(subject.arrive(request(0, [1], prompt_logprobs=1)))
-    assert plan.scored.tolist() == []
+    assert plan.scored_sequences.tolist() == []
 
 
 @pytest.mark.parametrize("min_tokens", [0, 3])

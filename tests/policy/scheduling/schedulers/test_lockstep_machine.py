@@ -33,12 +33,12 @@ class Knowing:
     def __init__(self, right: float) -> None:
         self._right = right
 
-    def propose(self, tokens: IntArray, most: int) -> list[int]:
+    def propose(self, tokens: IntArray, max_tokens: int) -> list[int]:
         known: list[int] = tokens.tolist()
         noise = random.Random(hash(tuple(known)))
-        for _ in range(most):
+        for _ in range(max_tokens):
             known.append(sample(hashes(known)[-1], frozenset()))
-        behind = known[len(known) - most :]
+        behind = known[len(known) - max_tokens :]
         return [token if noise.random() < self._right else (token + 1) % VOCABULARY for token in behind]
 
 
@@ -127,7 +127,7 @@ class LockstepMachine(RuleBasedStateMachine):
         assert 0 <= drafts.accepted_tokens <= drafts.draft_tokens
         assert sum(drafts.accepted_per_pos) == drafts.accepted_tokens
         if self.executor.under_way is None:
-            assert (stats.running, stats.waiting, stats.blocks.used) == (0, 0, 0)
+            assert (stats.running, stats.waiting, stats.blocks.num_used) == (0, 0, 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "executor"):

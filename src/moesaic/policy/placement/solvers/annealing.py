@@ -175,8 +175,8 @@ def mix(layer: Layer, one: IntArray, other: IntArray, rng: np.random.Generator) 
 
 def dense(counts: Counts, num_experts: int) -> RowArray:
     """[t, E] how often each token id that was seen chose each expert, in ascending order of ids."""
-    found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
-    found[np.searchsorted(counts.known, counts.tokens), counts.experts] = counts.counts
+    found = np.zeros((len(counts.known_tokens), num_experts), dtype=np.float32)
+    found[np.searchsorted(counts.known_tokens, counts.tokens), counts.experts] = counts.counts
     return found
 
 

@@ -178,7 +178,7 @@ def _blocks(size: FloatArray, load: float) -> list[slice]:
 def dense(counts: Counts, num_experts: int) -> RowArray:
     """[tokens, E] how often each token id that was seen chose each expert, in ascending order of ids."""
     row = np.cumsum(np.diff(counts.starts) > 0)[counts.tokens] - 1
-    found = np.zeros((len(counts.known), num_experts), dtype=np.float32)
+    found = np.zeros((len(counts.known_tokens), num_experts), dtype=np.float32)
     found[row, counts.experts] = counts.counts
     return found
 

@@ -19,26 +19,26 @@ from moesaic.core.tokens import IntArray, TokenBatch
 
 
 @dataclass(frozen=True)
-class Arrived:
+class RequestsArrived:
     """Requests arrived, in this order."""
 
     requests: list[Request]
-    generated: list[list[int]] = field(default_factory=list)
+    generated_ids: list[list[int]] = field(default_factory=list)
     """Tokens that each request already got from another worker. May be shorter than `requests`."""
-    received: dict[int, int] = field(default_factory=dict)
+    received_tokens: dict[int, int] = field(default_factory=dict)
     """Request -> how many of its tokens have KV that another worker sent here. Not listed: none."""
 
-    def extend(self, later: Arrived) -> None:
+    def extend(self, arrivals: RequestsArrived) -> None:
         """Append requests that arrived right after these."""
-        if later.generated:
-            self.generated.extend([] for _ in range(len(self.requests) - len(self.generated)))
-            self.generated.extend(later.generated)
-        self.requests.extend(later.requests)
-        self.received.update(later.received)
+        if arrivals.generated_ids:
+            self.generated_ids.extend([] for _ in range(len(self.requests) - len(self.generated_ids)))
+            self.generated_ids.extend(arrivals.generated_ids)
+        self.requests.extend(arrivals.requests)
+        self.received_tokens.update(arrivals.received_tokens)
 
 
 @dataclass(frozen=True)
-class Cancelled:
+class RequestsCancelled:
     """The clients of these requests do not wait any more. Unknown ids are ignored."""
 
     request_ids: list[int]
@@ -54,7 +54,7 @@ class StepDone:
     counts: IntArray | None = None
     """[p] how many of the tokens each entry has: its drafted tokens up to the first wrong one, and one more.
     None: one each."""
-    proposed: IntArray | None = None
+    proposed_tokens: IntArray | None = None
     """[p] the token that may follow the new ones of each entry. None: the model proposes none."""
 
 
@@ -85,14 +85,16 @@ class BarrierPassed:
     """Every attention worker has arrived at the barrier, and at least one has work. All begin a step now."""
 
 
-Event = Arrived | Cancelled | StepDone | StepFailed | SegmentDone | PartsArrived | BarrierPassed
+Event = (
+    RequestsArrived | RequestsCancelled | StepDone | StepFailed | SegmentDone | PartsArrived | BarrierPassed
+)
 
 # ---- actions: what the executor does
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: the rows to compute, their requests, and the rows whose logits are wanted."""
+    """A step: the rows to compute, their requests, and the rows whose logits are wanted."""
 
     step: int
     """Number of the step, counted up from 0."""
@@ -101,16 +103,16 @@ class StepPlan:
     """[s] request of each sequence of the batch."""
     epochs: IntArray
     """[s] how often each request was preempted. Rows of an older epoch are void."""
-    sampled: IntArray
+    sampled_sequences: IntArray
     """[p] sequences (indices into s) whose last row is their newest token. They get a next token."""
-    scored: IntArray
+    scored_sequences: IntArray
     """[q] sequences whose rows in this step are prompt tokens with wanted log-probabilities.
 
     The row at position p scores prompt token p + 1, so the last row of a prompt scores nothing. All rows of
     these sequences are in batch.logit_rows. Over the life of a request each row is scored once. So rows that
     are computed again after a preemption are not listed again, but rows of a failed step are.
     """
-    drafted: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    num_draft_tokens: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[p] how many of the last rows of each entry of `sampled` are drafted tokens. The row before them is
     that of its newest token. Empty if no entry has any."""
     following: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -119,21 +121,21 @@ class StepPlan:
     @property
     def sample_rows(self) -> IntArray:
         """[p + drafted] the rows from which tokens may be sampled, entry after entry: see `drafted`."""
-        return sample_rows(self.batch.query_starts, self.sampled, self.drafted)
+        return sample_rows(self.batch.query_starts, self.sampled_sequences, self.num_draft_tokens)
 
 
-def sample_rows(query_starts: IntArray, sampled: IntArray, drafted: IntArray) -> IntArray:
-    """The last 1 + drafted[i] rows of each sequence sampled[i]. drafted: [p], or empty for zeros.
+def sample_rows(query_starts: IntArray, sampled_sequences: IntArray, num_draft_tokens: IntArray) -> IntArray:
+    """The last 1 + drafted[i] rows of each sequence sampled[i]. num_draft_tokens: [p], or empty for zeros.
 
     >>> sample_rows(np.array([0, 3, 4]), np.array([0, 1]), np.array([1, 0])).tolist()
     [1, 2, 3]
     """
-    last = query_starts[sampled + 1] - 1
-    if not len(drafted):
+    last = query_starts[sampled_sequences + 1] - 1
+    if not len(num_draft_tokens):
         return last
-    lengths = drafted + 1
-    behind = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths), lengths)  # from -length to -1
-    rows: IntArray = np.repeat(last, lengths) + 1 + behind
+    lengths = num_draft_tokens + 1
+    offsets = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths), lengths)  # from -length to -1
+    rows: IntArray = np.repeat(last, lengths) + 1 + offsets
     return rows
 
 
@@ -145,7 +147,7 @@ class Admit:
     """
 
     requests: list[Request]
-    generated: list[list[int]]
+    generated_ids: list[list[int]]
     """Tokens that each request has generated. Empty at the first admission."""
     queue_seconds: list[float]
     cached_tokens: list[int]
@@ -167,7 +169,8 @@ class Restore:
     blocks: IntArray
     """[b] the request's blocks, from position 0 on."""
     states: tuple[int, ...]
-    """Its line of TokenBatch.states. The page to write and the seat are written. () without states."""
+    """The request's line of TokenBatch.states. Its page to write and its seat are written. () without
+    states."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,7 @@ class Release:
     """
 
     request_ids: list[int]
-    preempted: bool = field(default=False, compare=False)
+    is_preemption: bool = field(default=False, compare=False)
     """Whether the requests are admitted again later, unless they are cancelled before."""
 
 

@@ -31,11 +31,11 @@ from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.minimum_batch import Load
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
-    Arrived,
-    Cancelled,
     Event,
     PartsArrived,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     SegmentDone,
     StepDone,
     StepFailed,
@@ -63,15 +63,15 @@ class _Flight:
 
     plan: StepPlan
     slots: IntArray
-    """Of its units, in the order of its rows."""
-    started: float
-    cancelled: list[Unit] = field(default_factory=list)
+    """[u] the slots of the run's units, in the order of its rows."""
+    start_time: float
+    cancelled_units: list[Unit] = field(default_factory=list)
     """Units of this run whose requests were cancelled since it began."""
 
 
 @dataclass
-class _Kept:
-    """Parts that came and are not recorded yet. All of them are of one run."""
+class _PendingParts:
+    """Parts that arrived and are not recorded yet. All of them are of one run."""
 
     run: int = 0
     lacking: int = 0
@@ -120,8 +120,8 @@ class AsyncScheduler:
         self._prefill_tokens = self._decode_tokens = 0
         self._run_seconds = 0.0
         self._partial_runs = 0
-        self._kept = _Kept()
-        self._ended: float | None = None
+        self._pending_parts = _PendingParts()
+        self._last_run_end: float | None = None
         """When the last run ended. None before the first one, and once nothing was in flight."""
         self._idle = 0.0
         """Moving average of the seconds between two runs while rows were in flight."""
@@ -132,27 +132,27 @@ class AsyncScheduler:
             parts = self._keep(event.parts, now)
             if not parts:
                 return []
-        elif self._kept.parts:
-            self._record_kept()
+        elif self._pending_parts.parts:
+            self._record_pending()
         match event:
-            case Arrived():
+            case RequestsArrived():
                 self._batching.add_all(event, now)
                 actions: list[Action] = []
-            case Cancelled(request_ids):
-                actions = self._cancelled(request_ids)
+            case RequestsCancelled(request_ids):
+                actions = self._cancel(request_ids)
             case PartsArrived():
-                actions = self._arrived(parts, now)
+                actions = self._record_parts(parts, now)
             case SegmentDone(run):
                 actions = self._segment_done(run, now)
             case StepDone():
                 actions = self._step_done(event, now)
             case StepFailed(run):
-                actions = self._failed(run, now)
+                actions = self._restart_units(run, now)
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
-            ended = isinstance(event, StepDone | StepFailed)
-            actions += self._fill(now) if ended or self._begins else []
+            run_ended = isinstance(event, StepDone | StepFailed)
+            actions += self._fill(now) if run_ended or self._begins else []
             actions += self._next_run(now)
         return actions
 
@@ -173,21 +173,21 @@ class AsyncScheduler:
 
     # ---- events
 
-    def _cancelled(self, request_ids: list[int]) -> list[Action]:
+    def _cancel(self, request_ids: list[int]) -> list[Action]:
         """Remove requests. A unit in the current run keeps its blocks until the run ends."""
         flight = self._flight
         running = set() if flight is None else set(flight.plan.request_ids.tolist())
-        released, actions = [], []
+        released_ids, actions = [], []
         for request_id in request_ids:
             was_running = request_id in self._batching.running
             sequence = self._batching.remove(request_id)
             if flight is not None and sequence is not None and request_id in running:
-                flight.cancelled.append(self._units[request_id])
+                flight.cancelled_units.append(self._units[request_id])
             elif sequence is not None and was_running:
                 self._batching.free(sequence)
-                released.append(request_id)
+                released_ids.append(request_id)
                 actions += self._drop(request_id)
-        return actions + ([Release(released)] if released else [])
+        return actions + ([Release(released_ids)] if released_ids else [])
 
     def _drop(self, request_id: int) -> list[Action]:
         """Drop the request's unit, wherever it waits."""
@@ -206,10 +206,10 @@ class AsyncScheduler:
         self._decodes -= unit.decode
         return unit
 
-    def _arrived(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
+    def _record_parts(self, parts: list[tuple[int, IntArray]], now: float) -> list[Action]:
         """Move units whose last part arrived into the queue of their next segment."""
         for run, pairs in parts:
-            self._ready.add(*self._runs.arrived(run, pairs), now)
+            self._ready.add(*self._runs.record_parts(run, pairs), now)
         return self._runs.forget([run for run, _ in parts])
 
     def _keep(self, parts: list[tuple[int, IntArray]], now: float) -> list[tuple[int, IntArray]]:
@@ -217,28 +217,28 @@ class AsyncScheduler:
 
         Parts are kept while all rows in flight are those of one run, and no part of them would run alone.
         """
-        kept = self._kept
-        if not kept.parts:
-            run = self._runs.only(len(self._units)) if self._all_wait else None
-            if run is None or self._gather.some_alone(self._load):
+        pending = self._pending_parts
+        if not pending.parts:
+            run = self._runs.find_only_run(len(self._units)) if self._all_wait else None
+            if run is None or self._gather.any_part_runs_alone(self._load):
                 return parts
-            kept.run, kept.lacking = run, self._runs.lacking(run)
-        if any(run != kept.run for run, _ in parts):
-            self._record_kept()
+            pending.run, pending.lacking = run, self._runs.lacking(run)
+        if any(run != pending.run for run, _ in parts):
+            self._record_pending()
             return parts
-        kept.lacking -= sum(len(pairs) for _, pairs in parts)
-        if kept.lacking > 0:
-            kept.parts += [(now, pairs) for _, pairs in parts]
+        pending.lacking -= sum(len(pairs) for _, pairs in parts)
+        if pending.lacking > 0:
+            pending.parts += [(now, pairs) for _, pairs in parts]
             return []
-        if not kept.parts:
+        if not pending.parts:
             return parts
-        together = np.concatenate([pairs for _, pairs in (*kept.parts, *parts)])
-        if not self._runs.completes(kept.run, together):
-            self._record_kept()  # some came twice
+        all_pairs = np.concatenate([pairs for _, pairs in (*pending.parts, *parts)])
+        if not self._runs.completes(pending.run, all_pairs):
+            self._record_pending()  # some came twice
             return parts
-        kept.parts.clear()
-        self._ready.add(*self._runs.finish(kept.run), now, self._rows)
-        return [(kept.run, together[:0])]
+        pending.parts.clear()
+        self._ready.add(*self._runs.finish(pending.run), now, self._rows)
+        return [(pending.run, all_pairs[:0])]
 
     @property
     def _all_wait(self) -> bool:
@@ -246,69 +246,71 @@ class AsyncScheduler:
         come.
         """
         idle = self._flight is None and not self._ready and self._rows == self._decodes > 0
-        full = len(self._units) == len(self._batching.running) and not self._batching.may_admit
-        return idle and full and not self._policy.remembers
+        has_all_units = len(self._units) == len(self._batching.running) and not self._batching.may_admit
+        return idle and has_all_units and not self._policy.remembers
 
-    def _record_kept(self) -> None:
+    def _record_pending(self) -> None:
         """Record the parts that were kept, as of the times at which they came."""
-        for came, pairs in self._kept.parts:
-            self._ready.add(*self._runs.arrived(self._kept.run, pairs), came)
-        self._kept.parts.clear()
+        for arrival_time, pairs in self._pending_parts.parts:
+            self._ready.add(*self._runs.record_parts(self._pending_parts.run, pairs), arrival_time)
+        self._pending_parts.parts.clear()
 
     def _segment_done(self, run: int, now: float) -> list[Action]:
         """End a run before the last segment. Its units wait for experts, except those cancelled since it
         began.
         """
         flight = self._land(run, now)
-        self._run_seconds += now - flight.started
+        self._run_seconds += now - flight.start_time
         actions: list[Action] = []
-        for unit in flight.cancelled:
+        for unit in flight.cancelled_units:
             self._batching.free(unit.sequence)
             actions += self._drop(unit.sequence.request_id)
-        released = [unit.sequence.request_id for unit in flight.cancelled]
-        return actions + ([Release(released)] if released else [])
+        released_ids = [unit.sequence.request_id for unit in flight.cancelled_units]
+        return actions + ([Release(released_ids)] if released_ids else [])
 
-    def _step_done(self, done: StepDone, now: float) -> list[Action]:
+    def _step_done(self, step_done: StepDone, now: float) -> list[Action]:
         """End a run at the last segment.
 
         Its units passed all layers: commit their KV and emit the sampled tokens.
         """
-        flight = self._land(done.step, now)
-        self._run_seconds += now - flight.started
-        units = self._table.at(flight.slots)
+        flight = self._land(step_done.step, now)
+        self._run_seconds += now - flight.start_time
+        units = self._table.get_units(flight.slots)
         for unit in units:
             self._count(unit)
             self._end(unit.sequence.request_id)
             self._table.remove(unit)
         chunks = [(unit.sequence, unit.rows) for unit in units]
-        emit = land(flight.plan, chunks, done, self._batching)
-        ended = [sequence for sequence, _ in chunks if sequence.stage is Stage.FINISHED]
-        for sequence in ended:
+        emit = land(flight.plan, chunks, step_done, self._batching)
+        ended_sequences = [sequence for sequence, _ in chunks if sequence.stage is Stage.FINISHED]
+        for sequence in ended_sequences:
             self._batching.free(sequence)
         actions: list[Action] = [emit] if emit.request_ids else []
-        return actions + ([Release([sequence.request_id for sequence in ended])] if ended else [])
+        return actions + (
+            [Release([sequence.request_id for sequence in ended_sequences])] if ended_sequences else []
+        )
 
-    def _failed(self, run: int, now: float) -> list[Action]:
+    def _restart_units(self, run: int, now: float) -> list[Action]:
         """Start every unit of the run again, also if all its parts arrived before the run was stopped."""
         flight = self._land(run, now)
-        ended, units = [], self._table.at(flight.slots)
+        ended_ids, units = [], self._table.get_units(flight.slots)
         for unit in units:
             request_id = unit.sequence.request_id
             self._end(request_id)
             self._ready.discard(unit.slot)
             self._table.remove(unit)
-            self._batching.failed(unit.sequence)
+            self._batching.record_failure(unit.sequence)
             if unit.sequence.stage is Stage.FINISHED:
                 self._batching.free(unit.sequence)
-                ended.append(request_id)
-        return [self._runs.failed(run, units), *([Release(ended)] if ended else [])]
+                ended_ids.append(request_id)
+        return [self._runs.abort_run(run, units), *([Release(ended_ids)] if ended_ids else [])]
 
     def _land(self, run: int, now: float) -> _Flight:
         """End the current run and return it. Raises ValueError when another run was named."""
         flight = self._flight
         if flight is None or flight.plan.step != run:
             raise ValueError(f"run {run} is not in flight")
-        self._flight, self._ended = None, now
+        self._flight, self._last_run_end = None, now
         return flight
 
     def _count(self, unit: Unit) -> None:
@@ -340,7 +342,7 @@ class AsyncScheduler:
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
         units = [
-            self._table.add(sequence, rows, decode=rows == 1 + len(sequence.drafted))
+            self._table.add(sequence, rows, decode=rows == 1 + len(sequence.draft_tokens))
             for sequence, rows in schedule.chunks
         ]
         self._units.update((unit.sequence.request_id, unit) for unit in units)
@@ -348,10 +350,14 @@ class AsyncScheduler:
         self._decodes += sum(unit.decode for unit in units)
         self._ready.add(0, np.array([unit.slot for unit in units], dtype=np.int64), now)
         actions: list[Action] = []
-        if schedule.preempted:
-            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
-        if schedule.admitted:
-            actions += admit(schedule.admitted, now, self._blocks)
+        if schedule.preempted_sequences:
+            actions.append(
+                Release(
+                    [sequence.request_id for sequence in schedule.preempted_sequences], is_preemption=True
+                )
+            )
+        if schedule.admitted_sequences:
+            actions += admit(schedule.admitted_sequences, now, self._blocks)
         return actions
 
     def _next_run(self, now: float) -> list[Action]:
@@ -362,21 +368,21 @@ class AsyncScheduler:
         waiting = self._ready.rows
         if not waiting:
             if not self._units:
-                self._ended = None
+                self._last_run_end = None
             return []
         if sum(rows for _, rows in waiting) < self._rows:  # experts still compute for other units
-            alone, load = self._gather.alone, self._load
-            waiting = [(segment, rows) for segment, rows in waiting if alone(rows, load)]
+            runs_alone, load = self._gather.runs_alone, self._load
+            waiting = [(segment, rows) for segment, rows in waiting if runs_alone(rows, load)]
         segment = self._choice(waiting, now)
         if segment is None:
             return []
-        if self._ended is not None:
-            self._idle += SMOOTHING * (now - self._ended - self._idle)
+        if self._last_run_end is not None:
+            self._idle += SMOOTHING * (now - self._last_run_end - self._idle)
         slots = self._ready.take(segment)
         self._partial_runs += int(self._table.rows[slots].sum()) < self._rows
-        action, left = self._runs.begin(segment, slots, last=segment == self._segments - 1)
+        action, forget_actions = self._runs.begin(segment, slots, last=segment == self._segments - 1)
         self._flight = _Flight(action.plan, slots, now)
-        return [action, *left]
+        return [action, *forget_actions]
 
     def _choice(self, waiting: list[tuple[int, int]], now: float) -> int | None:
         """The segment that runs next. waiting: (segment, rows) of those that may."""
@@ -387,5 +393,5 @@ class AsyncScheduler:
         tokens = np.zeros((self._segments, 1), dtype=np.int64)
         for segment, rows in waiting:
             tokens[segment, 0] = rows
-        chosen = self._policy.choose(tokens, self._ready.waited(now))
-        return None if chosen is None else chosen[0]
+        queue = self._policy.choose(tokens, self._ready.wait_seconds(now))
+        return None if queue is None else queue[0]

@@ -31,7 +31,7 @@ class BarrierScheduler(LockstepScheduler):
     def __init__(self, limits: BatchLimits, blocks: KVBlocks, speculation: Speculation | None = None) -> None:
         super().__init__(limits, blocks, speculation=speculation)
         self._open = False
-        self._reported: bool | None = None
+        self._reported_work: bool | None = None
         """The value of `work` that this worker reported at the barrier of this step. None before it arrived.
         """
 
@@ -40,7 +40,7 @@ class BarrierScheduler(LockstepScheduler):
             self._open = True
             return self._next_steps(now)
         if isinstance(event, StepDone | StepFailed):
-            self._reported = None
+            self._reported_work = None
         return super().handle(event, now)
 
     def _next_step(self, now: float) -> list[Action]:
@@ -49,7 +49,7 @@ class BarrierScheduler(LockstepScheduler):
             actions = super()._next_step(now)
             return actions if self._flights else [*actions, self._begin([], now)]
         work = bool(self._batching.running or self._batching.waiting)
-        if self._reported is None or (work and not self._reported):
-            self._reported = work
+        if self._reported_work is None or (work and not self._reported_work):
+            self._reported_work = work
             return [EnterBarrier(work)]
         return []

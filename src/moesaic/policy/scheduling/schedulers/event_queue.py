@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from moesaic.policy.scheduling.schedulers.actions import Arrived, Event, SegmentDone, StepDone, StepFailed
+from moesaic.policy.scheduling.schedulers.actions import (
+    Event,
+    RequestsArrived,
+    SegmentDone,
+    StepDone,
+    StepFailed,
+)
 
 
 def put(events: deque[Event], event: Event) -> None:
@@ -12,10 +18,11 @@ def put(events: deque[Event], event: Event) -> None:
 
     Consecutive arrivals become one event, so they join the same step.
     """
-    ended = events and isinstance(events[-1], StepDone | StepFailed | SegmentDone)
-    end = events.pop() if ended else None
+    # An arrival that overtakes the end of a step joins the very next step.
+    is_end = events and isinstance(events[-1], StepDone | StepFailed | SegmentDone)
+    end = events.pop() if is_end else None
     last = events[-1] if events else None
-    if isinstance(event, Arrived) and isinstance(last, Arrived):
+    if isinstance(event, RequestsArrived) and isinstance(last, RequestsArrived):
         last.extend(event)
     else:
         events.append(event)

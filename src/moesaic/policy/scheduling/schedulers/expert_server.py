@@ -24,19 +24,19 @@ from moesaic.policy.scheduling.microqueue import QueuePolicy
 SMOOTHING = 0.1
 """Weight of the newest value in an exponential moving average."""
 
-HELD = 32
+DECISION_RUNS = 32
 """Runs for which a server keeps waiting for its clients, or not."""
-LATELY = 32
+RECENT_CALLS = 32
 """Calls of which the shortest time away counts."""
-FORGOTTEN = 1 / 64
+ROUND_DECAY = 1 / 64
 """Share by which the time of a round falls with each run without some client."""
 
-Apart = Callable[[Sequence[int], float], bool]
+AloneRule = Callable[[Sequence[int], float], bool]
 """Whether one queue of a layer runs alone. It is given the pairs of each queue of the layer, and the share of
 the time that the server computed lately."""
 
 
-def every_queue_apart(pairs: Sequence[int], busy: float) -> bool:
+def run_every_queue_alone(pairs: Sequence[int], busy: float) -> bool:
     """The rule of the paper: each queue runs alone."""
     return True
 
@@ -62,7 +62,7 @@ class Waiting:
     """Number of clients that a start waits for."""
     waiting_clients: int
     """Number of clients with a call that waits."""
-    away: float = 0.0
+    away_seconds: float = 0.0
     """Seconds from an answer to the next call of the same client, if all clients are answered together."""
     in_step: bool = False
     """Whether the last runs had calls of all clients."""
@@ -85,7 +85,7 @@ class StartRule(Protocol):
 
 
 @dataclass(frozen=True)
-class Enough:
+class EnoughPairs:
     """Expert-as-a-Service, section 3: begin when enough pairs wait or the oldest has waited long enough.
 
     The text of the paper waits for all clients, and its figure 5 for a sufficient number. Here both are
@@ -106,7 +106,7 @@ class Enough:
 
 
 @dataclass(frozen=True)
-class WhileSmall:
+class WaitForSmallCalls:
     """Let clients wait for each other while their calls are too small to read weights for. Our own rule.
 
     A run for two small calls takes little longer than for one. Clients that were answered together also ask
@@ -129,38 +129,38 @@ class WhileSmall:
 
 
 @dataclass
-class WhileItPays:
+class WaitByCurves:
     """Let clients wait for each other while a run for all of them pays, by the device's curve and the load.
 
     Clients that are out of step need some runs until they call together. So what was decided holds for a
     while.
     """
 
-    pays: Callable[[Waiting], bool]
+    should_wait: Callable[[Waiting], bool]
     wait: float
     """Maximum seconds of waiting."""
     runs: float
     """Maximum waiting, in mean run times."""
-    otherwise: StartRule
+    fallback_rule: StartRule
     """The rule while it does not pay."""
     _waits: bool = False
-    _until: int = 0
+    _next_decision_run: int = 0
     """Number of runs up to which `_waits` holds."""
 
     def ready(self, waiting: Waiting) -> bool:
-        if waiting.runs >= self._until:
-            self._waits, self._until = self.pays(waiting), waiting.runs + HELD
+        if waiting.runs >= self._next_decision_run:
+            self._waits, self._next_decision_run = self.should_wait(waiting), waiting.runs + DECISION_RUNS
         if self._waits:
             return waiting.waiting_clients >= waiting.clients
-        return self.otherwise.ready(waiting)
+        return self.fallback_rule.ready(waiting)
 
     def patience(self, took: float) -> float:
-        return min(self.wait, self.runs * took) if self._waits else self.otherwise.patience(took)
+        return min(self.wait, self.runs * took) if self._waits else self.fallback_rule.patience(took)
 
 
 @dataclass
 class _Queue:
-    since: float
+    waiting_since: float
     parts: list[tuple[int, IntArray]] = field(default_factory=list)
 
     @property
@@ -178,10 +178,10 @@ class ExpertServerScheduler:
         policy: QueuePolicy,
         rule: StartRule,
         groups: int = 1,
-        apart: Apart = every_queue_apart,
+        runs_alone: AloneRule = run_every_queue_alone,
     ) -> None:
-        """groups: queues of a layer, 1 or the number of experts. apart: whether one of them runs alone."""
-        self._apart, self._policy, self._rule = apart, policy, rule
+        """groups: queues of a layer, 1 or the number of experts. runs_alone: whether one runs alone."""
+        self._runs_alone, self._policy, self._rule = runs_alone, policy, rule
         self._layers = tuple(layers)
         self._index = {layer: index for index, layer in enumerate(self._layers)}
         self._shape = len(self._layers), groups
@@ -204,9 +204,9 @@ class ExpertServerScheduler:
         """The same of each layer."""
         self._served_now: list[int] = []
         """Clients whose calls ended with the last run, until that run is over."""
-        self._answered: dict[int, float] = {}
+        self._answer_times: dict[int, float] = {}
         """When each client that has not called since then was answered."""
-        self._away: deque[float] = deque(maxlen=LATELY)
+        self._away_seconds: deque[float] = deque(maxlen=RECENT_CALLS)
         """Seconds from an answer to the next call of the same client, of the last calls."""
         self._runs = 0
         """Runs so far."""
@@ -219,7 +219,7 @@ class ExpertServerScheduler:
         self._run_took = 0.0
         """Seconds of the last run."""
         self._last_began: float | None = None
-        """When the last run began."""
+        """When the last run began. Kept after its end, to measure the share of busy time."""
         self._run_began: float | None = None
         """When the last run began. None once the server has asked for the next run."""
 
@@ -238,18 +238,18 @@ class ExpertServerScheduler:
         """Forget the client and drop its calls."""
         self._clients.discard(client)
         self._waiting.pop(client, None)
-        self._answered.pop(client, None)
-        gone = {call for call, owner in self._client.items() if owner == client}
+        self._answer_times.pop(client, None)
+        dropped_calls = {call for call, owner in self._client.items() if owner == client}
         for key in list(self._queues):
             queue = self._queues[key]
-            queue.parts = [(call, pairs) for call, pairs in queue.parts if call not in gone]
+            queue.parts = [(call, pairs) for call, pairs in queue.parts if call not in dropped_calls]
             if not queue.parts:
                 del self._queues[key]
         self.waiting_pairs = sum(queue.pairs for queue in self._queues.values())
-        for call in gone:
+        for call in dropped_calls:
             del self._client[call], self._left[call]
 
-    def arrived(
+    def add_call(
         self, call: int, client: int, layer: int, experts: npt.NDArray[np.integer], now: float
     ) -> None:
         """Queue a call of `client` for the pairs through `experts` [p] of `layer`.
@@ -257,10 +257,10 @@ class ExpertServerScheduler:
         A call number is never used twice.
         """
         index = self._index[layer]
-        self._mean_call, known = _mean(self._mean_call, len(experts)), self._calls[index]
-        self._calls[index] = _mean(known, len(experts)) if known else float(len(experts))
-        if client in self._answered:
-            self._away.append(now - self._answered.pop(client))
+        self._mean_call, layer_mean = _mean(self._mean_call, len(experts)), self._calls[index]
+        self._calls[index] = _mean(layer_mean, len(experts)) if layer_mean else float(len(experts))
+        if client in self._answer_times:
+            self._away_seconds.append(now - self._answer_times.pop(client))
         self._client[call], self._left[call] = client, len(experts)
         self._waiting[client] = self._waiting.get(client, 0) + 1
         for group, pairs in self._split(experts):
@@ -274,61 +274,73 @@ class ExpertServerScheduler:
             self._run_took = now - self._run_began
             self._mean_run += SMOOTHING * (self._run_took - self._mean_run)
             self._run_began = None
-            self._answered.update((client, now) for client in self._served_now)
+            self._answer_times.update((client, now) for client in self._served_now)
         if not self._queues:
             return None
         clients, waiting = len(self._clients), len(self._waiting)
-        away = max(min(self._away, default=0.0), self._round)  # longer ones were at other servers, too
+        away_seconds = max(
+            min(self._away_seconds, default=0.0), self._round
+        )  # longer ones were at other servers, too
         in_step = self._rounds > 1
-        known = Waiting(
-            self.waiting_pairs, self._mean_call, clients, waiting, away, in_step, self._runs, self._calls
+        state = Waiting(
+            self.waiting_pairs,
+            self._mean_call,
+            clients,
+            waiting,
+            away_seconds,
+            in_step,
+            self._runs,
+            self._calls,
         )
-        if not self._rule.ready(known):
+        if not self._rule.ready(state):
             if self._oldest(now) < self._rule.patience(self._mean_run):
                 return None
-            self._clients.intersection_update(self._waiting)  # do not wait again at each layer
-        chosen, self._served_now = self._choice(now), []
-        queues = self._taken(chosen)
+            # A client that did not call in time is not waited for again at each of the following layers.
+            self._clients.intersection_update(self._waiting)
+        key, self._served_now = self._choice(now), []
+        queues = self._take_queues(key)
         self._count_clients(queues, now)
         for queue in queues:
             self.waiting_pairs -= queue.pairs
             for call, pairs in queue.parts:
-                self._served(call, len(pairs))
+                self._finish_pairs(call, len(pairs))
         if self._last_began is not None and now > self._last_began:
             self._busy += SMOOTHING * (self._run_took / (now - self._last_began) - self._busy)
         self._run_began = self._last_began = now
         self._runs += 1
-        return Run(self._layers[chosen[0]], queues[0].parts if len(queues) == 1 else _joined(queues))
+        return Run(self._layers[key[0]], queues[0].parts if len(queues) == 1 else _join_queues(queues))
 
     def _count_clients(self, queues: list[_Queue], now: float) -> None:
         """Measure how clients call, at the begin of a run of these queues."""
-        called = {self._client[call] for queue in queues for call, _ in queue.parts}
-        if not len(called) >= len(self._clients) > 1:
-            self._rounds, self._round = 0, self._round * (1 - FORGOTTEN)
+        calling_clients = {self._client[call] for queue in queues for call, _ in queue.parts}
+        if not len(calling_clients) >= len(self._clients) > 1:
+            self._rounds, self._round = 0, self._round * (1 - ROUND_DECAY)
             return
         self._rounds += 1
         if self._rounds > 1 and self._last_began is not None:
-            waited = now - self._last_began - self._run_took
-            self._round = _mean(self._round, waited) if self._round else waited
+            round_seconds = now - self._last_began - self._run_took
+            self._round = _mean(self._round, round_seconds) if self._round else round_seconds
 
-    def _taken(self, chosen: tuple[int, int]) -> list[_Queue]:
+    def _take_queues(self, chosen: tuple[int, int]) -> list[_Queue]:
         """Removes the chosen queue, and the others of its layer where it does not run alone."""
         keys = [chosen]
         if self._shape[1] > 1:
-            others = [key for key in self._queues if key[0] == chosen[0]]
-            if len(others) > 1 and not self._apart([self._queues[key].pairs for key in others], self._busy):
-                keys = others
+            layer_keys = [key for key in self._queues if key[0] == chosen[0]]
+            if len(layer_keys) > 1 and not self._runs_alone(
+                [self._queues[key].pairs for key in layer_keys], self._busy
+            ):
+                keys = layer_keys
         return [self._queues.pop(key) for key in keys]
 
     def _choice(self, now: float) -> tuple[int, int]:
         if len(self._queues) == 1 and not self._policy.remembers:  # the usual case, and caches are cold
             return next(iter(self._queues))
-        tokens, waited = np.zeros(self._shape, dtype=np.int64), np.zeros(self._shape)
+        tokens, wait_seconds = np.zeros(self._shape, dtype=np.int64), np.zeros(self._shape)
         for key, queue in self._queues.items():
-            tokens[key], waited[key] = queue.pairs, now - queue.since
-        chosen = self._policy.choose(tokens, waited)
-        assert chosen is not None, "no queue is empty"
-        return chosen
+            tokens[key], wait_seconds[key] = queue.pairs, now - queue.waiting_since
+        queue_key = self._policy.choose(tokens, wait_seconds)
+        assert queue_key is not None, "no queue is empty"
+        return queue_key
 
     def wait(self, now: float) -> float | None:
         """Seconds until a run may begin if nothing else arrives. None when nothing waits."""
@@ -338,9 +350,9 @@ class ExpertServerScheduler:
 
     def _oldest(self, now: float) -> float:
         """Seconds that the oldest pair has waited."""
-        return max(now - queue.since for queue in self._queues.values())
+        return max(now - queue.waiting_since for queue in self._queues.values())
 
-    def _served(self, call: int, pairs: int) -> None:
+    def _finish_pairs(self, call: int, pairs: int) -> None:
         self._left[call] -= pairs
         if self._left[call]:
             return
@@ -364,18 +376,18 @@ def _mean(mean: float, newest: float) -> float:
     return mean + SMOOTHING * (newest - mean)
 
 
-def _joined(queues: list[_Queue]) -> list[tuple[int, IntArray]]:
+def _join_queues(queues: list[_Queue]) -> list[tuple[int, IntArray]]:
     """The parts of several queues, with one part of each call. Calls are in order of their numbers."""
-    found: dict[int, list[IntArray]] = {}
+    parts_by_call: dict[int, list[IntArray]] = {}
     for queue in queues:
         for call, pairs in queue.parts:
-            found.setdefault(call, []).append(pairs)
-    return [(call, np.sort(np.concatenate(found[call]))) for call in sorted(found)]
+            parts_by_call.setdefault(call, []).append(pairs)
+    return [(call, np.sort(np.concatenate(parts_by_call[call]))) for call in sorted(parts_by_call)]
 
 
 @lru_cache(maxsize=64)
 def _all_pairs(pairs: int) -> IntArray:
     """[p] the indices of all pairs. The array is cached and read-only."""
-    found = np.arange(pairs)
-    found.flags.writeable = False
-    return found
+    indices = np.arange(pairs)
+    indices.flags.writeable = False
+    return indices

@@ -20,17 +20,17 @@ from moesaic.policy.scheduling.batching import BatchLimits, Chunk, ContinuousBat
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
-    Arrived,
-    Cancelled,
     Event,
     Release,
+    RequestsArrived,
+    RequestsCancelled,
     RunStep,
     StepDone,
     StepFailed,
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.landing import land
-from moesaic.policy.scheduling.schedulers.step_plan import admit, step_plan
+from moesaic.policy.scheduling.schedulers.step_plan import admit, plan_step
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
 
@@ -41,7 +41,7 @@ class _Flight:
 
     plan: StepPlan
     chunks: list[Chunk]
-    started: float
+    start_time: float
 
 
 class LockstepScheduler:
@@ -64,7 +64,7 @@ class LockstepScheduler:
         self._blocks = blocks
         self._inflight = inflight
         self._flights: dict[int, _Flight] = {}
-        self._begun = 0
+        self._next_number = 0
         self._steps = 0
         self._prefill_tokens = 0
         self._decode_tokens = 0
@@ -72,11 +72,11 @@ class LockstepScheduler:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         match event:
-            case Arrived():
+            case RequestsArrived():
                 self._batching.add_all(event, now)
                 actions: list[Action] = []
-            case Cancelled(request_ids):
-                actions = self._cancelled(request_ids)
+            case RequestsCancelled(request_ids):
+                actions = self._cancel(request_ids)
             case StepDone():
                 actions = self._step_done(event, now)
             case StepFailed(step):
@@ -101,29 +101,29 @@ class LockstepScheduler:
 
     # ---- events
 
-    def _cancelled(self, request_ids: list[int]) -> list[Action]:
+    def _cancel(self, request_ids: list[int]) -> list[Action]:
         """Remove requests. The blocks of a request in a running step are freed by `_step_done`."""
         busy = self._busy
-        released: list[int] = []
+        released_ids: list[int] = []
         for request_id in request_ids:
             was_running = request_id in self._batching.running
             sequence = self._batching.remove(request_id)
             if sequence is not None and was_running and request_id not in busy:
                 self._batching.free(sequence)
-                released.append(request_id)
-        return [Release(released)] if released else []
+                released_ids.append(request_id)
+        return [Release(released_ids)] if released_ids else []
 
-    def _step_done(self, done: StepDone, now: float) -> list[Action]:
-        flight = self._land(done.step)
+    def _step_done(self, step_done: StepDone, now: float) -> list[Action]:
+        flight = self._land(step_done.step)
         self._count(flight, now)
-        emit = land(flight.plan, flight.chunks, done, self._batching)
+        emit = land(flight.plan, flight.chunks, step_done, self._batching)
         actions: list[Action] = [emit] if emit.request_ids else []
         return actions + self._free_finished(flight)
 
     def _step_failed(self, step: int) -> list[Action]:
         flight = self._land(step)
         for sequence, _ in flight.chunks:
-            self._batching.failed(sequence)
+            self._batching.record_failure(sequence)
         return self._free_finished(flight)
 
     def _land(self, step: int) -> _Flight:
@@ -135,16 +135,16 @@ class LockstepScheduler:
 
     def _free_finished(self, flight: _Flight) -> list[Action]:
         """Free the requests that ended with this step or were cancelled during it."""
-        ended = [sequence for sequence, _ in flight.chunks if sequence.stage is Stage.FINISHED]
-        for sequence in ended:
+        ended_sequences = [sequence for sequence, _ in flight.chunks if sequence.stage is Stage.FINISHED]
+        for sequence in ended_sequences:
             self._batching.free(sequence)
-        return [Release([sequence.request_id for sequence in ended])] if ended else []
+        return [Release([sequence.request_id for sequence in ended_sequences])] if ended_sequences else []
 
     def _count(self, flight: _Flight, now: float) -> None:
-        rows, seconds = flight.plan.batch.num_rows, now - flight.started
+        rows, seconds = flight.plan.batch.num_rows, now - flight.start_time
         decodes = sum(n for s, n in flight.chunks if s.num_pending == 1 and s.num_generated > 0)
         if rows and decodes == rows:
-            self._batching.speculation.measured(rows, seconds)
+            self._batching.speculation.record_step(rows, seconds)
         self._steps += 1
         self._decode_tokens += decodes
         self._prefill_tokens += rows - decodes
@@ -160,36 +160,40 @@ class LockstepScheduler:
     def _next_steps(self, now: float) -> list[Action]:
         actions: list[Action] = []
         while len(self._flights) < self._inflight:
-            before = len(self._flights)
+            num_flights = len(self._flights)
             actions += self._next_step(now)
-            if len(self._flights) == before:
+            if len(self._flights) == num_flights:
                 break
         return actions
 
     def _share(self) -> int:
         """Maximum rows of a step. Steps in flight share the pending rows equally."""
-        most = self._batching.limits.max_num_batched_tokens
+        max_rows = self._batching.limits.max_num_batched_tokens
         if self._inflight == 1:
-            return most
+            return max_rows
         rows = sum(
             s.num_pending for s in (*self._batching.running.values(), *self._batching.waiting.values())
         )
-        return max(1, -(-min(rows, most) // self._inflight))
+        return max(1, -(-min(rows, max_rows) // self._inflight))
 
     def _next_step(self, now: float) -> list[Action]:
-        most = self._batching.limits.max_num_batched_tokens // self._inflight
-        schedule = self._batching.schedule(now, self._busy, self._share(), most)
+        max_rows_with_drafts = self._batching.limits.max_num_batched_tokens // self._inflight
+        schedule = self._batching.schedule(now, self._busy, self._share(), max_rows_with_drafts)
         actions: list[Action] = []
-        if schedule.preempted:
-            actions.append(Release([sequence.request_id for sequence in schedule.preempted], preempted=True))
-        if schedule.admitted:
-            actions += admit(schedule.admitted, now, self._blocks)
+        if schedule.preempted_sequences:
+            actions.append(
+                Release(
+                    [sequence.request_id for sequence in schedule.preempted_sequences], is_preemption=True
+                )
+            )
+        if schedule.admitted_sequences:
+            actions += admit(schedule.admitted_sequences, now, self._blocks)
         if schedule.chunks:
             actions.append(self._begin(schedule.chunks, now))
         return actions
 
     def _begin(self, chunks: list[Chunk], now: float) -> RunStep:
-        plan = step_plan(self._begun, chunks, self._blocks)
-        self._flights[self._begun] = _Flight(plan, chunks, now)
-        self._begun += 1
+        plan = plan_step(self._next_number, chunks, self._blocks)
+        self._flights[self._next_number] = _Flight(plan, chunks, now)
+        self._next_number += 1
         return RunStep(plan)

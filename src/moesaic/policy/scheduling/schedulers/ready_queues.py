@@ -18,7 +18,7 @@ class _Group:
     """Units that became ready at the same time, at the same segment."""
 
     slots: IntArray
-    since: float
+    waiting_since: float
 
 
 class ReadyQueues:
@@ -80,15 +80,15 @@ class ReadyQueues:
         if not segment:
             return slots
         order = (self._table.run[slots] << 32) + self._table.start[slots]
-        ordered: IntArray = slots[order.argsort()]
-        return ordered
+        sorted_slots: IntArray = slots[order.argsort()]
+        return sorted_slots
 
-    def waited(self, now: float) -> FloatArray:
+    def wait_seconds(self, now: float) -> FloatArray:
         """[segments, 1] seconds that the oldest unit of each segment has waited, 0 for an empty queue."""
-        waited = np.zeros((len(self._queues), 1))
+        wait_seconds = np.zeros((len(self._queues), 1))
         for segment, _ in self.rows:
-            waited[segment, 0] = now - self._queues[segment][0].since
-        return waited
+            wait_seconds[segment, 0] = now - self._queues[segment][0].waiting_since
+        return wait_seconds
 
 
 class GatherRule(Protocol):
@@ -98,7 +98,7 @@ class GatherRule(Protocol):
     paper never wait. When no expert computes for this worker any more, the run begins in any case.
     """
 
-    def alone(self, part: int, load: Load) -> bool:
+    def runs_alone(self, part: int, load: Load) -> bool:
         """Whether `part` rows at one segment run before all rows in flight are there.
 
         It must be true where `part` is all rows in flight.
@@ -112,7 +112,7 @@ class GatherRule(Protocol):
         """
         ...
 
-    def some_alone(self, load: Load) -> bool:
+    def any_part_runs_alone(self, load: Load) -> bool:
         """Whether any part of the rows would run alone."""
         ...
 
@@ -124,8 +124,8 @@ class RunThreshold:
     rows: int = 0
     """Rows from which a run may begin. 0 means any number."""
 
-    def alone(self, part: int, load: Load) -> bool:
-        """See GatherRule. Decodes do not wait for the chunk of a prompt.
+    def runs_alone(self, part: int, load: Load) -> bool:
+        """Whether `part` rows run before all rows are there. Decodes do not wait for the chunk of a prompt.
 
         >>> RunThreshold(8).alone(8, Load(20, 20)), RunThreshold(8).alone(5, Load(20, 20))
         (True, False)
@@ -133,9 +133,9 @@ class RunThreshold:
         return part >= min(self.rows, load.decodes)
 
     def begins(self, requests: int, load: Load) -> bool:
-        """See GatherRule."""
+        """Requests always begin at once."""
         return True
 
-    def some_alone(self, load: Load) -> bool:
-        """See GatherRule."""
+    def any_part_runs_alone(self, load: Load) -> bool:
+        """Whether the threshold is below the decodes in flight."""
         return load.decodes > max(self.rows, 1)

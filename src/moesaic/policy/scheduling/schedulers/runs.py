@@ -59,28 +59,35 @@ class Runs:
         derived from that batch can be used again.
         """
         table, number, self.count = self._table, self.count, self.count + 1
-        before = self._whole_run(slots)
-        if before is not None:
-            plan, whole = before.plan, before.number
-            same = plan.request_ids, plan.epochs, plan.sampled, plan.scored, plan.drafted, plan.following
-            plan = StepPlan(number, plan.batch, *same)
-            action = RunSegment(plan, segment, [RowSource(whole, 0, plan.batch.num_rows)])
-            before.left = 0
-            left = self.forget([whole])
+        previous_run = self._whole_run(slots)
+        if previous_run is not None:
+            plan, previous_number = previous_run.plan, previous_run.number
+            plan_arrays = (
+                plan.request_ids,
+                plan.epochs,
+                plan.sampled_sequences,
+                plan.scored_sequences,
+                plan.num_draft_tokens,
+                plan.following,
+            )
+            plan = StepPlan(number, plan.batch, *plan_arrays)
+            action = RunSegment(plan, segment, [RowSource(previous_number, 0, plan.batch.num_rows)])
+            previous_run.left = 0
+            forget_actions = self.forget([previous_number])
             if not last:
                 table.run[slots] = number
-                self._send(before, action)
-            return action, left
+                self._send(previous_run, action)
+            return action, forget_actions
         plan = table.plan(number, slots) if segment else table.first_plan(number, slots)
         action = RunSegment(plan, segment, table.sources(slots) if segment else [])
-        left = self.taken(slots)
+        forget_actions = self.record_taken_rows(slots)
         if not last:
             starts = plan.batch.query_starts[:-1]
             table.run[slots], table.start[slots] = number, starts
             self._send(Run(number, segment, plan, slots, table.rows[slots], starts), action)
-        return action, left
+        return action, forget_actions
 
-    def taken(self, slots: IntArray) -> list[Action]:
+    def record_taken_rows(self, slots: IntArray) -> list[Action]:
         """Record that a later run took these units' rows, or that they were dropped.
 
         Returns the runs to forget.
@@ -93,13 +100,13 @@ class Runs:
     def drop(self, unit: Unit) -> list[Action]:
         """Drop the unit of a cancelled request. Its parts do not make it ready any more."""
         self._pool.drop(unit.sequence.request_id)
-        return self.taken(np.array([unit.slot]))
+        return self.record_taken_rows(np.array([unit.slot]))
 
-    def arrived(self, number: int, pairs: IntArray) -> tuple[int, IntArray]:
+    def record_parts(self, number: int, pairs: IntArray) -> tuple[int, IntArray]:
         """Record parts. Returns the segment at which units are ready now, and the slots of these, in the
         order of the run.
         """
-        return self._ready(number, self._pool.completed(number, pairs))
+        return self._ready(number, self._pool.receive(number, pairs))
 
     def finish(self, number: int) -> tuple[int, IntArray]:
         """The same for all parts of a run that have not arrived."""
@@ -111,7 +118,7 @@ class Runs:
         run = self._runs[number]
         return run.segment + 1, run.slots if len(complete) == len(run.slots) else run.slots[complete]
 
-    def only(self, units: int) -> int | None:
+    def find_only_run(self, units: int) -> int | None:
         """The run whose rows are all these units in flight, if it is the only one that waits for parts."""
         if len(self._runs) != 1 or len(self._pool) != 1:
             return None
@@ -131,22 +138,23 @@ class Runs:
 
         A run whose units were all taken may still receive late parts into its memory. It is not over then.
         """
-        over = [number for number in dict.fromkeys(numbers) if self._over(number)]
-        for number in over:
+        ended_numbers = [number for number in dict.fromkeys(numbers) if self._is_ended_run(number)]
+        for number in ended_numbers:
             del self._runs[number]
-        return [Forget(over)] if over else []
+        return [Forget(ended_numbers)] if ended_numbers else []
 
-    def failed(self, number: int, units: list[Unit]) -> Action:
+    def abort_run(self, number: int, units: list[Unit]) -> Action:
         """End a run that was stopped, perhaps after it asked its experts. Their answers are ignored."""
         if self._runs.pop(number, None) is not None:
             for unit in units:
                 self._pool.drop(unit.sequence.request_id)
-            self._pool.arrived(number, self._pool.missing(number))
+            self._pool.receive_units(number, self._pool.missing(number))
         return Forget([number])
 
     def _whole_run(self, slots: IntArray) -> Run | None:
         """The run whose rows these units are, all of them and in its order. None if there is no such run."""
         run = self._runs.get(int(self._table.run[slots[0]]))
+        # The batch of the earlier run can only be used again for the same units in the same order.
         if run is None or len(slots) != len(run.slots):
             return None
         if run.slots is slots and run.left == len(slots):  # the usual case, of which no unit was dropped
@@ -162,6 +170,6 @@ class Runs:
         self._pool.open(units, self._top_k)
         self._runs[number] = run
 
-    def _over(self, number: int) -> bool:
+    def _is_ended_run(self, number: int) -> bool:
         run = self._runs.get(number)
-        return run is not None and not run.left and self._pool.done(number)
+        return run is not None and not run.left and self._pool.is_complete(number)

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moesaic.policy.scheduling.microqueue import QueuePolicy, policy_named
+from moesaic.policy.scheduling.microqueue import QueuePolicy, make_policy
 from moesaic.policy.scheduling.minimum_batch import Decisions, unevenness
 from moesaic.policy.scheduling.schedulers.expert_server import (
-    Enough,
+    EnoughPairs,
     ExpertServerScheduler,
     StartRule,
+    WaitByCurves,
+    WaitForSmallCalls,
     Waiting,
-    WhileItPays,
-    WhileSmall,
 )
 
 SEPARATE = "async", "auto"
 """Schedules whose rows may go on without others."""
 IN_ROUNDS = "barrier", "auto"
 """Schedules whose servers may wait for all workers. Workers also call servers for which they have no rows."""
-EVERYBODY = 1 << 62
+UNREACHABLE_PAIRS = 1 << 62
 """More pairs than can ever wait, so a run starts only when every client's rows have arrived."""
 BARRIER_SECONDS = 1.0
 """Maximum seconds that a run waits for all clients.
@@ -46,36 +46,39 @@ catches up with the others.
 def start_rule(
     schedule: str, decisions: Decisions, experts: int, pairs: int | None, wait: float
 ) -> StartRule:
-    """When a run begins. experts: maximum number of experts per layer that the server begins with.
+    """The rule by which a server of this schedule begins its runs.
 
-    pairs, wait: --expert-batch-pairs, and --expert-batch-wait in seconds.
+    experts: maximum number of experts per layer that the server begins with. pairs: --expert-batch-pairs, or
+    None to decide by the curves. wait: --expert-batch-wait in seconds.
     """
     if schedule == "barrier":
-        return Enough(EVERYBODY, BARRIER_SECONDS)
+        return EnoughPairs(UNREACHABLE_PAIRS, BARRIER_SECONDS)
     if pairs is None:
-        small = WhileSmall(decisions.waited_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
+        small = WaitForSmallCalls(decisions.min_call_pairs(experts), LONGEST_WAIT, WAITED_RUNS)
         if schedule != "auto":
             return small
 
         def pays(waiting: Waiting) -> bool:
-            calls = waiting.mean_call, waiting.clients, waiting.away
+            calls = waiting.mean_call, waiting.clients, waiting.away_seconds
             uneven = unevenness(waiting.calls, decisions.servers)
-            return decisions.together(*calls, experts, waiting.in_step, uneven)
+            return decisions.should_wait(*calls, experts, waiting.in_step, uneven)
 
-        return WhileItPays(pays, BARRIER_SECONDS, WAITED_RUNS, small)
-    return Enough(pairs, wait)
+        return WaitByCurves(pays, BARRIER_SECONDS, WAITED_RUNS, small)
+    return EnoughPairs(pairs, wait)
 
 
 def queue_policy(schedule: str, name: str, urgency: float | None, history: int) -> QueuePolicy:
-    """Which queue runs next. name, urgency, history: the settings of the asynchronous schedule."""
-    return policy_named(name, urgency, history=history) if schedule == "async" else policy_named(IN_STEP)
+    """The rule that says which queue runs next. name, urgency, history: settings of the schedule async."""
+    return make_policy(name, urgency, history=history) if schedule == "async" else make_policy(IN_STEP)
 
 
 def server_scheduler(
     schedule: str, layers: Sequence[int], policy: QueuePolicy, rule: StartRule, decisions: Decisions
 ) -> ExpertServerScheduler:
-    """The scheduler. With --schedule async and auto it has a queue for each expert where the curves say that
-    it pays."""
+    """Build a server's scheduler.
+
+    With --schedule async and auto it has a queue for each expert, if the curves say that this pays.
+    """
     if schedule not in SEPARATE or not decisions.has_expert_queues:
         return ExpertServerScheduler(layers, policy, rule)
-    return ExpertServerScheduler(layers, policy, rule, decisions.num_experts, decisions.queues_apart)
+    return ExpertServerScheduler(layers, policy, rule, decisions.num_experts, decisions.queue_runs_alone)

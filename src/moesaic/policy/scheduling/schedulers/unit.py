@@ -15,7 +15,7 @@ import numpy.typing as npt
 from moesaic.core.tokens import STATE_FIELDS, IntArray, TokenBatch
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import RowSource, StepPlan
-from moesaic.policy.scheduling.schedulers.step_plan import step_plan
+from moesaic.policy.scheduling.schedulers.step_plan import plan_step
 from moesaic.policy.scheduling.sequence import Sequence
 
 Number = TypeVar("Number", bound=np.generic)
@@ -74,55 +74,58 @@ class UnitTable:
         self.units[unit.slot] = None
         self._free.append(unit.slot)
 
-    def at(self, slots: IntArray) -> list[Unit]:
+    def get_units(self, slots: IntArray) -> list[Unit]:
         """The units in these slots."""
         units = [self.units[slot] for slot in slots.tolist()]
         return [unit for unit in units if unit is not None]
 
     def first_plan(self, number: int, slots: IntArray) -> StepPlan:
         """The plan of a run of these units at segment 0."""
-        plan = self._planned(number, slots)
+        plan = self._plan_units(number, slots)
         batch = plan.batch
         first, single = batch.query_starts[:-1], self.rows[slots] == 1
         self._plain[slots] = single
-        self._plain[slots[plan.scored]] = False
-        sampled = np.zeros(len(slots), dtype=np.int64)
-        sampled[plan.sampled] = 1
+        self._plain[slots[plan.scored_sequences]] = False
+        is_sampled = np.zeros(len(slots), dtype=np.int64)
+        is_sampled[plan.sampled_sequences] = 1
         self._columns[:, slots] = (
             *(batch.token_ids[first], batch.positions[first], batch.context_lens, plan.request_ids),
-            *(plan.epochs, sampled, plan.following),
+            *(plan.epochs, is_sampled, plan.following),
         )
         width = batch.block_tables.shape[1]
         if width > self._tables.shape[1]:
-            more = np.zeros((len(self._tables), width - self._tables.shape[1]), dtype=np.int64)
-            self._tables = np.hstack([self._tables, more])
+            new_columns = np.zeros((len(self._tables), width - self._tables.shape[1]), dtype=np.int64)
+            self._tables = np.hstack([self._tables, new_columns])
         self._tables[slots, :width], self._tables[slots, width:] = batch.block_tables, 0
         self._lengths[slots] = [len(self._blocks.table(one)) for one in plan.request_ids.tolist()]
         if len(batch.states):
-            self._states = _grown(self._states, len(self.units))
+            self._states = _extend_lines(self._states, len(self.units))
             self._states[slots] = batch.states
         return plan
 
     def plan(self, number: int, slots: IntArray) -> StepPlan:
         """The plan of a later run. It equals the one that `step_plan` would make."""
+        # Units with several rows or with scores are rare, so only plain ones have the fast path of arrays.
         if not self._plain[slots].all():
-            return self._planned(number, slots)
+            return self._plan_units(number, slots)
         count = len(slots)
-        tokens, positions, contexts, requests, epochs, sampled, following = self._columns.take(slots, axis=1)
+        tokens, positions, contexts, requests, epochs, is_sampled, following = self._columns.take(
+            slots, axis=1
+        )
         width, states = int(self._lengths[slots].max()), self._states
-        every = counted(count + 1)
-        chosen = every[:count] if sampled.all() else np.flatnonzero(sampled)
-        none = every[:0]
+        indices = shared_arange(count + 1)
+        sampled_sequences = indices[:count] if is_sampled.all() else np.flatnonzero(is_sampled)
+        empty = indices[:0]
         batch = TokenBatch(
             tokens,
             positions,
-            every,
+            indices,
             contexts,
             self._tables[:, :width].take(slots, axis=0),
-            chosen,
+            sampled_sequences,
             states.take(slots, axis=0) if len(states) else states,
         )
-        return StepPlan(number, batch, requests, epochs, chosen, none, none, following)
+        return StepPlan(number, batch, requests, epochs, sampled_sequences, empty, empty, following)
 
     def runs(self, slots: IntArray) -> tuple[IntArray, IntArray]:
         """The runs that computed these units last, in their order, and how many units each has."""
@@ -139,34 +142,36 @@ class UnitTable:
         stops = starts + self.rows[slots]
         ends = np.flatnonzero((runs[1:] != runs[:-1]) | (starts[1:] != stops[:-1]))
         first, last = [0, *(ends + 1).tolist()], [*ends.tolist(), len(slots) - 1]
-        found = zip(runs[first].tolist(), starts[first].tolist(), stops[last].tolist(), strict=True)
-        return [RowSource(*one) for one in found]
+        spans = zip(runs[first].tolist(), starts[first].tolist(), stops[last].tolist(), strict=True)
+        return [RowSource(*one) for one in spans]
 
-    def _planned(self, number: int, slots: IntArray) -> StepPlan:
-        chunks = [(unit.sequence, unit.rows) for unit in self.at(slots)]
-        return step_plan(number, chunks, self._blocks)
+    def _plan_units(self, number: int, slots: IntArray) -> StepPlan:
+        chunks = [(unit.sequence, unit.rows) for unit in self.get_units(slots)]
+        return plan_step(number, chunks, self._blocks)
 
     def _grow(self, slots: int) -> None:
         self._free = list(range(slots - 1, len(self.units) - 1, -1))
         self.units += [None] * (slots - len(self.units))
-        self.run, self.start, self.rows = (_grown(one, slots) for one in (self.run, self.start, self.rows))
-        self._plain, self._lengths = _grown(self._plain, slots), _grown(self._lengths, slots)
-        self._columns = np.ascontiguousarray(_grown(self._columns.T, slots).T)
-        self._tables = _grown(self._tables, slots)
-        self._states = _grown(self._states, slots) if len(self._states) else self._states
+        self.run, self.start, self.rows = (
+            _extend_lines(one, slots) for one in (self.run, self.start, self.rows)
+        )
+        self._plain, self._lengths = _extend_lines(self._plain, slots), _extend_lines(self._lengths, slots)
+        self._columns = np.ascontiguousarray(_extend_lines(self._columns.T, slots).T)
+        self._tables = _extend_lines(self._tables, slots)
+        self._states = _extend_lines(self._states, slots) if len(self._states) else self._states
 
 
-_COUNTED: list[IntArray] = [np.arange(1024)]
+_ARANGE: list[IntArray] = [np.arange(1024)]
 
 
-def counted(stop: int) -> IntArray:
+def shared_arange(stop: int) -> IntArray:
     """[stop] the numbers from 0. It is a view of memory that all of them share: nobody may write to it."""
-    if stop > len(_COUNTED[0]):
-        _COUNTED[0] = np.arange(2 * stop)
-    return _COUNTED[0][:stop]
+    if stop > len(_ARANGE[0]):
+        _ARANGE[0] = np.arange(2 * stop)
+    return _ARANGE[0][:stop]
 
 
-def _grown(array: npt.NDArray[Number], lines: int) -> npt.NDArray[Number]:
+def _extend_lines(array: npt.NDArray[Number], lines: int) -> npt.NDArray[Number]:
     """The array with more lines, which are zeros."""
-    more = np.zeros((lines - len(array), *array.shape[1:]), dtype=array.dtype)
-    return np.concatenate([array, more])
+    new_lines = np.zeros((lines - len(array), *array.shape[1:]), dtype=array.dtype)
+    return np.concatenate([array, new_lines])

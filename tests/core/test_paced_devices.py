@@ -7,7 +7,7 @@ import pytest
 
 from moesaic.core.curves import Curve
 from moesaic.core.errors import ConfigError
-from moesaic.core.paced import LinkModel, PacedDevices, read
+from moesaic.core.paced_devices import LinkModel, PacedDevices, read
 
 GOOD = {
     "source": '"a paper"',

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-COMPRESSED = "compressed"
+COMPRESSED_DTYPE = "compressed"
 """bf16 in 12 bits a number, without loss. See `row_bytes`."""
 QUANT_METHOD = "moesaic-compressed"
 """The quantization method in the config.json of a checkpoint with compressed routed experts."""
@@ -45,7 +45,7 @@ class Quantization:
         return -(-numbers // self.group) * (4 * (1 + self.offset) + self.group * self.bits // 8)
 
 
-QUANTIZED = {
+QUANTIZATIONS = {
     "fp8": Quantization("e4m3", 128),
     "int8": Quantization("int8", 32),
     "int8_offset": Quantization("uint8", 32, offset=True),
@@ -55,32 +55,32 @@ QUANTIZED = {
     "int8_16": Quantization("int8", 16),
 }
 """The types of quantised weights by name."""
-PACKED = (COMPRESSED, *QUANTIZED)
+PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS)
 """Types whose rows are bytes, and not numbers."""
-OF_EXPERTS = ("bfloat16", "float32", *PACKED)
+NATIVE_DTYPES = ("bfloat16", "float32", *PACKED_DTYPES)
 """Types of expert weights that the native kernels read, in the order of table.h's `Stored`."""
-AND = "+"
+DTYPE_SEPARATOR = "+"
 """Between two quantised types: the first of gate and up, the second of down, as in "int4_offset+int8_16"."""
 
 
-def of_matrices(dtype: str) -> tuple[str, str]:
+def split_dtype(dtype: str) -> tuple[str, str]:
     """The type of an expert's gate and up, and that of its down.
 
     >>> of_matrices("int8"), of_matrices("int4_offset+int8_16")
     (('int8', 'int8'), ('int4_offset', 'int8_16'))
     """
-    inner, _, down = dtype.partition(AND)
-    return inner, down or inner
+    inner_dtype, _, down_dtype = dtype.partition(DTYPE_SEPARATOR)
+    return inner_dtype, down_dtype or inner_dtype
 
 
-def of_expert(inner: str, down: str) -> str:
+def join_dtypes(inner_dtype: str, down_dtype: str) -> str:
     """The type of experts whose gate and up have one type, and down another or the same."""
-    return inner if inner == down else f"{inner}{AND}{down}"
+    return inner_dtype if inner_dtype == down_dtype else f"{inner_dtype}{DTYPE_SEPARATOR}{down_dtype}"
 
 
 def is_packed(dtype: str) -> bool:
     """Whether rows of experts of this type are bytes, and not numbers."""
-    return all(one in PACKED for one in of_matrices(dtype))
+    return all(one in PACKED_DTYPES for one in split_dtype(dtype))
 
 
 def is_integer(dtype: str) -> bool:
@@ -89,12 +89,12 @@ def is_integer(dtype: str) -> bool:
     >>> is_integer("int8"), is_integer("int4_offset+int8_16"), is_integer("mxfp4+int8"), is_integer("fp8")
     (True, True, False, False)
     """
-    return all(one in QUANTIZED and QUANTIZED[one].integer for one in of_matrices(dtype))
+    return all(one in QUANTIZATIONS and QUANTIZATIONS[one].integer for one in split_dtype(dtype))
 
 
 def is_native(dtype: str) -> bool:
     """Whether the native kernels can read experts of this type."""
-    return all(one in OF_EXPERTS for one in of_matrices(dtype))
+    return all(one in NATIVE_DTYPES for one in split_dtype(dtype))
 
 
 def expert_code(dtype: str) -> int:
@@ -103,8 +103,8 @@ def expert_code(dtype: str) -> int:
     It is the index in OF_EXPERTS. If down has another type than gate and up, 256 times one more than that
     one's index is added.
     """
-    inner, down = map(OF_EXPERTS.index, of_matrices(dtype))
-    return inner if inner == down else inner + 256 * (down + 1)
+    inner_index, down_index = map(NATIVE_DTYPES.index, split_dtype(dtype))
+    return inner_index if inner_index == down_index else inner_index + 256 * (down_index + 1)
 
 
 BLOCK = 1024
@@ -116,10 +116,12 @@ GROUP = 64
 GROUP_BYTES = GROUP + GROUP // 2
 
 
-def unquantized(config: Mapping[str, Any]) -> bool:
+def is_unquantized(config: Mapping[str, Any]) -> bool:
     """Whether a config.json names no quantization, or only moesaic's compression, which loses nothing."""
-    found = config.get("quantization_config")
-    return found is None or (isinstance(found, dict) and found.get("quant_method") == QUANT_METHOD)
+    quantization = config.get("quantization_config")
+    return quantization is None or (
+        isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD
+    )
 
 
 def row_bytes(dtype: str, numbers: int) -> int:
@@ -130,10 +132,10 @@ def row_bytes(dtype: str, numbers: int) -> int:
     >>> row_bytes("fp8", 1024), row_bytes("int4", 1024), row_bytes("int4_offset", 1025)
     (1056, 640, 792)
     """
-    if dtype in QUANTIZED:
-        return QUANTIZED[dtype].row_bytes(numbers)
-    if dtype != COMPRESSED:
+    if dtype in QUANTIZATIONS:
+        return QUANTIZATIONS[dtype].row_bytes(numbers)
+    if dtype != COMPRESSED_DTYPE:
         return numbers * NUMBER_BYTES[dtype]
-    blocks, rest = divmod(numbers, BLOCK)
-    whole = blocks * (HEAD + BLOCK // GROUP * GROUP_BYTES)
-    return whole + (HEAD + -(-rest // GROUP) * GROUP_BYTES if rest else 0)
+    blocks, remainder = divmod(numbers, BLOCK)
+    block_bytes = blocks * (HEAD + BLOCK // GROUP * GROUP_BYTES)
+    return block_bytes + (HEAD + -(-remainder // GROUP) * GROUP_BYTES if remainder else 0)

@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.core.stored import (
+from moesaic.core.weight_types import (
     BLOCK,
-    COMPRESSED,
+    COMPRESSED_DTYPE,
     GROUP,
     GROUP_BYTES,
     HEAD,
+    NATIVE_DTYPES,
     NUMBER_BYTES,
-    OF_EXPERTS,
     expert_code,
     is_native,
     is_packed,
-    of_expert,
-    of_matrices,
+    join_dtypes,
     row_bytes,
+    split_dtype,
 )
 
 
@@ -34,11 +34,11 @@ def test_a_compressed_row_has_a_head_a_block_and_whole_groups(count: int) -> Non
     for begin in range(0, count, BLOCK):
         heads += 1
         groups += len(range(begin, min(begin + BLOCK, count), GROUP))
-    assert row_bytes(COMPRESSED, count) == HEAD * heads + GROUP_BYTES * groups
+    assert row_bytes(COMPRESSED_DTYPE, count) == HEAD * heads + GROUP_BYTES * groups
 
 
 def test_whole_blocks_take_three_quarters_and_their_heads() -> None:
-    assert row_bytes(COMPRESSED, 7 * BLOCK) == 7 * (BLOCK * 12 // 8 + HEAD)
+    assert row_bytes(COMPRESSED_DTYPE, 7 * BLOCK) == 7 * (BLOCK * 12 // 8 + HEAD)
 
 
 def test_another_type_is_none() -> None:
@@ -47,12 +47,12 @@ def test_another_type_is_none() -> None:
 
 
 def test_types_of_gate_and_down_go_together_in_a_name_and_in_a_number() -> None:
-    assert of_expert("int8", "int8") == "int8" and of_matrices("int8") == ("int8", "int8")
-    both = of_expert("int4_offset", "int8_16")
-    assert of_matrices(both) == ("int4_offset", "int8_16") and is_packed(both) and is_native(both)
-    assert expert_code("fp8") == OF_EXPERTS.index("fp8")
+    assert join_dtypes("int8", "int8") == "int8" and split_dtype("int8") == ("int8", "int8")
+    both = join_dtypes("int4_offset", "int8_16")
+    assert split_dtype(both) == ("int4_offset", "int8_16") and is_packed(both) and is_native(both)
+    assert expert_code("fp8") == NATIVE_DTYPES.index("fp8")
     assert divmod(expert_code(both), 256) == (
-        OF_EXPERTS.index("int8_16") + 1,
-        OF_EXPERTS.index("int4_offset"),
+        NATIVE_DTYPES.index("int8_16") + 1,
+        NATIVE_DTYPES.index("int4_offset"),
     )
     assert not is_packed("float32") and is_native("float32") and not is_native("float16")

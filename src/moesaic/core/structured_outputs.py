@@ -48,7 +48,7 @@ class StructuredOutputsParams:
         for name in ("json", "structural_tag"):
             value = getattr(self, name)
             if isinstance(value, Mapping):  # as text, so that equal ones compare equal and can be sent
-                object.__setattr__(self, name, _dumped(name, value))
+                object.__setattr__(self, name, _dump_json(name, value))
         for name in ("regex", "grammar", "structural_tag", "whitespace_pattern", "around"):
             _check(name, getattr(self, name), str, "a text")
         _check("json", self.json, str, "a JSON Schema")
@@ -56,55 +56,55 @@ class StructuredOutputsParams:
         for name in ("disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool):
                 raise _error(name, getattr(self, name), "true, false")
-        given = self._given
-        if len(given) != 1:
-            raise _error("", ", ".join(given) or "none of them", f"one of {', '.join(KINDS)}")
+        kinds = self._kinds
+        if len(kinds) != 1:
+            raise _error("", ", ".join(kinds) or "none of them", f"one of {', '.join(KINDS)}")
         size = sum(len(value) for name in KINDS if isinstance(value := getattr(self, name), str))
         if size > MOST_CHARACTERS:
-            raise _error(given[0], f"{size} characters", f"at most {MOST_CHARACTERS}")
+            raise _error(kinds[0], f"{size} characters", f"at most {MOST_CHARACTERS}")
 
     @property
-    def _given(self) -> list[str]:
+    def _kinds(self) -> list[str]:
         return [name for name in KINDS if getattr(self, name) not in (None, False)]
 
     @property
     def kind(self) -> str:
-        """The one of KINDS that is given."""
-        return self._given[0]
+        """The kind of form that is set: one of KINDS."""
+        return self._kinds[0]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> StructuredOutputsParams:
-        """From a mapping. Raises RequestError for an unknown name."""
-        known = [field.name for field in fields(cls)]
-        unknown = next((name for name in given if name not in known), None)
-        if unknown is not None:
-            raise _error("", f"{unknown!r}", ", ".join(known))
-        return cls(**given)
+    def from_mapping(cls, values: Mapping[str, Any]) -> StructuredOutputsParams:
+        """The parameters from a mapping. Raises RequestError for an unknown name."""
+        names = [field.name for field in fields(cls)]
+        unknown_name = next((name for name in values if name not in names), None)
+        if unknown_name is not None:
+            raise _error("", f"{unknown_name!r}", ", ".join(names))
+        return cls(**values)
 
 
 def _choice(value: object) -> tuple[str, ...]:
-    listed = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
-    texts = tuple(text for text in listed if isinstance(text, str) and text)
-    if not texts or len(texts) != len(listed):
+    items = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else []
+    texts = tuple(text for text in items if isinstance(text, str) and text)
+    if not texts or len(texts) != len(items):
         raise _error("choice", value, "a list of texts that are not empty")
     if (size := sum(map(len, texts))) > MOST_CHARACTERS:
         raise _error("choice", f"{size} characters", f"at most {MOST_CHARACTERS}")
     return texts
 
 
-def _dumped(name: str, value: Mapping[str, Any]) -> str:
+def _dump_json(name: str, value: Mapping[str, Any]) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _error(name, f"a mapping that is not JSON ({error})", "JSON") from error
 
 
-def _check(name: str, value: object, kind: type, allowed: str) -> None:
+def _check(name: str, value: object, kind: type, allowed_values: str) -> None:
     if value is not None and not isinstance(value, kind):
-        raise _error(name, value, allowed)
+        raise _error(name, value, allowed_values)
 
 
-def _error(name: str, value: object, allowed: str) -> RequestError:
+def _error(name: str, value: object, allowed_values: str) -> RequestError:
     field = f"structured_outputs.{name}" if name else "structured_outputs"
-    shown = value if isinstance(value, str) else repr(value)
-    return RequestError(f"{field}: got {shown[:200]}; allowed: {allowed}", field)
+    value_text = value if isinstance(value, str) else repr(value)
+    return RequestError(f"{field}: got {value_text[:200]}; allowed: {allowed_values}", field)

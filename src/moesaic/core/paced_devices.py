@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moesaic.core.curves import Curve, DeviceCurves, Tables, Thresholds, tables_of
+from moesaic.core.curves import Curve, DeviceCurves, TableChecker, Thresholds, read_tables
 
 FLAG = "--paced"
 
@@ -39,7 +39,7 @@ class PacedDevices:
     dilation: float = 1.0
     """Factor of every duration. Real processes compute beside the modelled devices, and need the time."""
     thresholds: Thresholds = field(default_factory=Thresholds)
-    """See `DeviceCurves`."""
+    """The thresholds that `DeviceCurves` gets."""
 
     @property
     def curves(self) -> DeviceCurves:
@@ -53,21 +53,21 @@ def read(path: Path) -> PacedDevices:
 
     Raises ConfigError that names the file, and the key with what is allowed.
     """
-    return of_tables(tables_of(FLAG, path), str(path))
+    return parse_tables(read_tables(FLAG, path), str(path))
 
 
-def of_tables(tables: Mapping[str, Any], name: str) -> PacedDevices:
+def parse_tables(tables: Mapping[str, Any], name: str) -> PacedDevices:
     """The modelled devices of parsed tables. Raises ConfigError that names the key. name: of the tables."""
-    checks = Tables(FLAG, name)
-    checks.only(tables, "", "source", "dilation", "attention", "experts", "link", "thresholds")
-    found = checks.device_curves(tables)
+    checks = TableChecker(FLAG, name)
+    checks.check_keys(tables, "", "source", "dilation", "attention", "experts", "link", "thresholds")
+    curves = checks.device_curves(tables)
     link = checks.table(tables, "link", "latency_us", "gb_per_s")
-    bandwidth = 1e9 * checks.number(link, "link.gb_per_s", above=True)
+    bandwidth = 1e9 * checks.number(link, "link.gb_per_s", positive=True)
     devices = PacedDevices(
-        found.source,
-        found.attention,
-        found.experts,
+        curves.source,
+        curves.attention,
+        curves.experts,
         LinkModel(1e-6 * checks.number(link, "link.latency_us"), bandwidth),
-        thresholds=found.thresholds,
+        thresholds=curves.thresholds,
     )
-    return replace(devices, dilation=checks.number({"dilation": 1.0, **tables}, "dilation", above=True))
+    return replace(devices, dilation=checks.number({"dilation": 1.0, **tables}, "dilation", positive=True))
