@@ -27,7 +27,7 @@ from rich.table import Table
 from moesaic.core.weight_types import (
     COMPRESSED_DTYPE,
     NATIVE_DTYPES,
-    QUANTIZED,
+    QUANTIZATIONS,
     is_integer,
 )
 from moesaic.kernels import compressed_layout, quantized_layout
@@ -46,7 +46,7 @@ def matrix(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> npt
     if dtype in (BF16, COMPRESSED_DTYPE):
         bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
         return bits if dtype == BF16 else compressed_layout.compress(bits)
-    kind = QUANTIZED[dtype]
+    kind = QUANTIZATIONS[dtype]
     codes = rng.integers(0, 0x7F if kind.bits == 8 else 16, (rows, columns)).astype(np.uint8)
     scales = rng.random((rows, -(-columns // kind.group)), dtype=np.float32)
     return quantized_layout.pack(dtype, codes, scales, -scales if kind.offset else None)

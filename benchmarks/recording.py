@@ -41,7 +41,7 @@ from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.routing_recorder import REQUESTS_TOGETHER, SEED, build_recorder
 from moesaic.runtime.worker import Worker
-from moesaic.trace.parts import part_of
+from moesaic.trace.parts import part_path
 from moesaic.trace.routing import INTERVAL, Collector, prepare
 from moesaic.transport.local import LocalConnection, local_pair
 
@@ -113,7 +113,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
 
     with tempfile.TemporaryDirectory() as folder, patch.object(in_memory, "recorder", made):
         file = Path(folder) / "profile.npz"
-        part = part_of(str(file), "attention worker 0")
+        part = part_path(str(file), "attention worker 0")
         assert part is not None
         prepare(file, f"{MOST_BYTES}B")
         ours, theirs = local_pair()

@@ -23,7 +23,7 @@ from moesaic.core.request import FinishReason
 from moesaic.llm import Completion
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.testing import byte_tokenizer
-from moesaic.trace.parts import collecting, part_of
+from moesaic.trace.parts import collecting, part_path
 from tests.support import model_configs, tiny_models
 from tests.support.cluster_driver import cluster
 from tests.support.trace_reader import joined, rows
@@ -191,7 +191,7 @@ def test_in_a_cluster(shape: dict[str, Any], folders: Folders, known: Known) -> 
 def test_a_trace_says_where_it_began(folders: Folders, tmp_path: Path) -> None:
     trace = str(tmp_path / "trace.json")
     with collecting(trace):
-        answers(folders.damaged, trace=part_of(trace, "attention worker 0"))
+        answers(folders.damaged, trace=part_path(trace, "attention worker 0"))
     spans = [one for row in rows(joined(Path(trace))) for one in row.named("not finite")]
     assert {str(one.args["place"])[:36] for one in spans} == {"which began after the attention of la"[:36]}
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from moesaic.core.errors import RequestError
 from moesaic.core.structured_outputs import StructuredOutputsParams
-from moesaic.text.structured.grammar import check, grammar_of
+from moesaic.text.structured.grammar import check, make_grammar
 from moesaic.text.structured.token_filter import GrammarFilter
 from moesaic.text.structured.vocabulary import Vocabulary
 
@@ -70,7 +70,7 @@ def run(folder: Path) -> Report:
                 counts.refused += 1
                 counts.reasons.add(str(error).removeprefix("structured_outputs.json: "))
                 continue
-            matcher = LLMatcher(tokenizer, grammar_of(form, {}), log_level=0)
+            matcher = LLMatcher(tokenizer, make_grammar(form, {}), log_level=0)
             for test in group["tests"]:
                 accepted = _accepts(matcher.deep_copy(), test["data"])
                 counts.right += accepted == test["valid"]

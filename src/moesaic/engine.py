@@ -27,7 +27,7 @@ from moesaic.core.request import (
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.text.detokenizer import IncrementalDecoder
 from moesaic.text.stop_strings import Search, StopStrings
-from moesaic.text.structured.grammar import grammar_of
+from moesaic.text.structured.grammar import make_grammar
 from moesaic.text.tokenizer import BadWords, Tokenizer, check_some_token_is_left
 from moesaic.transport.base import Connection
 
@@ -234,7 +234,7 @@ class Engine:
         if not self.eos_token_ids:
             reason = "the model has no end-of-sequence token, with which a structured output ends"
             raise RequestError(f"structured_outputs: {reason}", "structured_outputs")
-        grammar = grammar_of(form, self.tokenizer.special_tokens)
+        grammar = make_grammar(form, self.tokenizer.special_tokens)
         if params.n * len(grammar) > MOST_BYTES:
             got = f"{params.n}, for which the grammars have {params.n * len(grammar)} characters in all"
             raise RequestError(f"n: got {got}; allowed: at most {MOST_BYTES}", "n")

@@ -82,7 +82,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         """routing: receives the chosen experts of all rows, see `core.routing`. Offloaded weights and tensor
-        parallelism are refused with it. trace: a path from `trace.parts.part_of`.
+        parallelism are refused with it. trace: a path from `trace.parts.part_path`.
         special_tokens_in_content: let special tokens in chat messages act like those of the template."""
         config = _worker_config(model, settings)
         if routing is not None:

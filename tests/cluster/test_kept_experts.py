@@ -83,7 +83,7 @@ def test_who_lost_its_cluster_loads_nothing_again(door: dict[str, Any], loads: l
         served.supervisor.kill("expert server 2")
         assert served.finish() == alone(*WORK)
         settled(served, [0, 3])
-        assert served.supervisor.placement.of(3) == first
+        assert served.supervisor.placement.server_experts(3) == first
         assert joined.kept.num_loads == 1 and len(loads) == loaded
         served.submit(*WORK)
         assert served.finish() == 2 * alone(*WORK)

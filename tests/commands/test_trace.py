@@ -13,7 +13,7 @@ from tests.support import browser
 from moesaic.commands import cli
 from moesaic.commands.trace import page, read, sums
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import part_of
+from moesaic.trace.parts import part_path
 
 
 def event(track: int, name: str, begin: int, length: int, **more: object) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_the_parts_of_a_run_that_was_killed_are_read(file: Path, tmp_path: Path)
     killed = tmp_path / "killed.json"
     killed.touch()
     events = [json.dumps(event) for event in json.loads(file.read_text())["traceEvents"]]
-    part = Path(part_of(str(killed), "attention worker 0", 1) or "")
+    part = Path(part_path(str(killed), "attention worker 0", 1) or "")
     part.parent.mkdir()
     part.write_text("[\n" + ",\n".join(events) + ',\n{"ph":"X","na' + 100 * "\0")
     assert read(killed) == read(file)

@@ -79,7 +79,8 @@ def ranks(path: Path, nccl: bool, size: int = 2, **settings: Any) -> Iterator[tu
     ends, connect, within = ranks_in_threads(nccl, size)
     asked = {"max_model_len": 64, "kv_cache_memory": "16MiB", "kernels": "triton", "device": "cuda"}
     with (
-        np.errstate(all="ignore"), sanitized(), graphs(), mock.patch.object(build_rank, "connect_rows", connect),
+        np.errstate(all="ignore"), sanitized(), graphs(),
+        mock.patch.object(build_rank, "connect_rows", connect),
         group_of_threads(str(path), within, tensor_parallel_size=size, **asked, **settings) as (llm, _, _),
     ):  # fmt: skip
         yield llm, ends

@@ -9,7 +9,6 @@ from tests.kernels.test_quantized_layout import codes_of
 
 from moesaic.core.weight_types import (
     NATIVE_DTYPES,
-    OF_EXPERTS,
     QUANTIZATIONS,
     expert_code,
     join_dtypes,
@@ -81,6 +80,6 @@ def test_types_that_do_not_go_together(reading: Kernels) -> None:
 def test_types_that_kernels_do_not_read(native: Kernels) -> None:
     size = Size(3, 65)
     rows = np.ones((1, 3), dtype=np.float32)
-    wrong = len(OF_EXPERTS) if native.can_use_quantized else OF_EXPERTS.index("fp8")
+    wrong = len(NATIVE_DTYPES) if native.can_use_quantized else NATIVE_DTYPES.index("fp8")
     with pytest.raises(ValueError, match=f"stored: got {wrong}; allowed: 0 to"):
         size.run([NONE], wrong, rows, [0])

@@ -292,7 +292,7 @@ def test_a_preempted_request_goes_on() -> None:
     recorder = RoutingRecorder(SMALL, assembly.add)
     recorder.admit(admission(3))
     recorder.record_step(run(0, [3], range(2)), [choice(0, 1), choice(2, 3)])
-    recorder.release(Release([3], preempted=True))
+    recorder.release(Release([3], is_preemption=True))
     assert assembly.take()[1].requests == 0
     recorder.admit(admission(3))
     recorder.record_step(run(1, [3], range(3)), [choice(0, 1, 4), choice(2, 3, 5)])

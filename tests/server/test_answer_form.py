@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moesaic.core.structured_outputs import StructuredOutputsParams
-from moesaic.text.structured.grammar import grammar_of
+from moesaic.text.structured.grammar import make_grammar
 
 from .conftest import MODEL, Live
 
@@ -42,7 +42,7 @@ def test_every_spelling_reaches_the_worker_as_a_grammar(
 ) -> None:
     body = {"messages": ASK} if path.startswith("chat") else {"prompt": "say:a"}
     assert live.post(f"/v1/{path}", model=MODEL, **body, **sent).status_code == 200
-    grammar = grammar_of(StructuredOutputsParams(**form), {"<s>": 256, "</s>": 257}) if form else ""
+    grammar = make_grammar(StructuredOutputsParams(**form), {"<s>": 256, "</s>": 257}) if form else ""
     assert live.worker.seen[-1].grammar == grammar
     assert live.worker.seen[-1].params.structured_outputs is None, "the worker gets it once"
 
@@ -86,7 +86,7 @@ def test_unknown_fields_of_a_form_are_ignored(live: Live) -> None:
     assert answer.status_code == 200
     named = "structured_outputs.around, structured_outputs._backend"
     assert answer.headers["X-Moesaic-Ignored-Fields"] == named
-    assert live.worker.seen[-1].grammar == grammar_of(StructuredOutputsParams(regex="a+"), {})
+    assert live.worker.seen[-1].grammar == make_grammar(StructuredOutputsParams(regex="a+"), {})
 
 
 @pytest.mark.parametrize("depth", [90, 300, 500, 900])

@@ -20,7 +20,7 @@ from moesaic.core.errors import OverloadedError, RendererError
 from moesaic.server.chat_threads import ChatThreads
 from moesaic.server.service import CHATS_AT_ONCE
 from moesaic.testing import byte_tokenizer
-from moesaic.text.templates.pool import AT_ONCE
+from moesaic.text.templates.pool import MAX_RENDERINGS
 from moesaic.text.templates.renderer import Limits, Renderer
 from moesaic.text.tokenizer import Tokenizer
 from tests.support.raw_http import connect, post
@@ -179,7 +179,7 @@ def test_no_process_for_the_template_is_503(
 
 def test_as_many_threads_as_processes() -> None:
     """More would wait for a process; fewer would leave one idle."""
-    assert CHATS_AT_ONCE == AT_ONCE
+    assert CHATS_AT_ONCE == MAX_RENDERINGS
 
 
 def test_who_waits_too_long_for_a_thread_is_told_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

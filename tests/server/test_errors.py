@@ -265,7 +265,7 @@ def test_what_takes_long_does_not_hold_up_others(live: Live, monkeypatch: pytest
 
     for name in ("encode", "token"):
         monkeypatch.setattr(tokenizer, name, noting(getattr(tokenizer, name)))
-    monkeypatch.setattr(prompts, "_AT_ONCE", 30)
+    monkeypatch.setattr(prompts, "_MAX_LOOP_SIZE", 30)
     assert live.post("/v1/completions", prompt=["x" * 10] * 3, max_tokens=1).status_code == 200
     (loop,) = threads
     threads.clear()

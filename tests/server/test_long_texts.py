@@ -22,7 +22,7 @@ MOST = 2048
 @pytest.fixture
 def live(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> Live:
     monkeypatch.setattr(prompts, "MOST_CHARACTERS", 100)
-    monkeypatch.setattr(prompts, "_AT_ONCE", 30)
+    monkeypatch.setattr(prompts, "_MAX_LOOP_SIZE", 30)
     return launch()
 
 
@@ -82,7 +82,7 @@ def test_scores_of_a_long_prompt_are_written_in_a_thread(
         return name(token)
 
     monkeypatch.setattr(tokenizer, "token_bytes", noting)
-    monkeypatch.setattr(completions, "_AT_ONCE", 100)
+    monkeypatch.setattr(completions, "_MAX_LOOP_TOKENS", 100)
     wanted = {"max_tokens": 1, "echo": True, "logprobs": 4, "stream": stream}
     assert "text_offset" in live.post("/v1/completions", prompt="x" * 20, **wanted).text
     [loop] = seen

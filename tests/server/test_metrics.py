@@ -12,7 +12,7 @@ from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import MAX_CHECKED_ROWS
 from moesaic.engine import EngineStats
 from moesaic.server.meter import Distribution, Meter
-from moesaic.server.metrics import VLLM_METRICS, EngineCollector, registry_of
+from moesaic.server.metrics import VLLM_METRICS, EngineCollector, make_registry
 
 QUIET = messages.Stats(WorkerStats())
 
@@ -97,7 +97,7 @@ def test_each_of_n_completions_is_timed_and_the_aborted_are_counted() -> None:
 
 def test_names_are_vllms_with_our_prefix() -> None:
     collector = EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m")
-    names = {family.name for family in registry_of(collector).collect()}
+    names = {family.name for family in make_registry(collector).collect()}
     assert names == {
         f"moesaic:{name}"
         for name in (
@@ -143,7 +143,7 @@ def test_break_even_is_that_of_the_prices() -> None:
         collector = EngineCollector(lambda stats=stats: EngineStats(0, stats), Meter(), "m")
         found = {
             (sample.labels["requests"], sample.labels["tokens"]): sample.value
-            for family in registry_of(collector).collect()
+            for family in make_registry(collector).collect()
             for sample in family.samples
             if "break_even" in sample.name
         }
@@ -156,7 +156,7 @@ def test_with_vllms_prefix_only_what_vllm_has_gets_it() -> None:
         EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m", *prefix)
         for prefix in ((), ("vllm:",))
     ]
-    ours, theirs = ({family.name for family in registry_of(one).collect()} for one in collectors)
+    ours, theirs = ({family.name for family in make_registry(one).collect()} for one in collectors)
     assert {name.replace("vllm:", "moesaic:") for name in theirs} == ours
     assert {name.removeprefix("vllm:") for name in theirs if name.startswith("vllm:")} == VLLM_METRICS
     assert "moesaic:kv_blocks" in theirs and "vllm:num_requests_running" in theirs
@@ -166,7 +166,7 @@ def test_with_vllms_prefix_its_metrics_have_its_labels() -> None:
     """Dashboards for vLLM filter and group by `engine`."""
     stats = WorkerStats(speculation=SpeculationStats(accepted_per_pos=(1,)))
     collector = EngineCollector(lambda: EngineStats(0, stats), Meter(), "m", "vllm:")
-    samples = [sample for family in registry_of(collector).collect() for sample in family.samples]
+    samples = [sample for family in make_registry(collector).collect() for sample in family.samples]
     assert {sample.labels.get("engine") for sample in samples if sample.name.startswith("vllm:")} == {"0"}
     assert all("engine" not in sample.labels for sample in samples if sample.name.startswith("moesaic:"))
 
@@ -183,7 +183,7 @@ VLLMS_DASHBOARDS = (
 
 def test_vllms_dashboards_find_their_metrics() -> None:
     collector = EngineCollector(lambda: EngineStats(0, WorkerStats()), Meter(), "m", "vllm:")
-    names = {family.name for family in registry_of(collector).collect()}
+    names = {family.name for family in make_registry(collector).collect()}
     assert {f"vllm:{name}" for name in VLLMS_DASHBOARDS} - names == set()
 
 
@@ -203,7 +203,7 @@ def test_drafted_tokens_are_counted_by_place() -> None:
     collector = EngineCollector(lambda: EngineStats(0, stats), Meter(), "m")
     found = {
         (sample.name.removeprefix("moesaic:spec_decode_"), sample.labels.get("position")): sample.value
-        for family in registry_of(collector).collect()
+        for family in make_registry(collector).collect()
         for sample in family.samples
         if "spec_decode" in sample.name
     }

@@ -21,7 +21,7 @@ from tests.server.conftest import MODEL, NO_TLS, Launch, Live
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra moesaic[otel] is missing")
 pytest.importorskip("opentelemetry.sdk", reason="the extra moesaic[otel] is missing")
 
-from moesaic.server.otlp import EXPORTER_LOG, MOST_CHILDREN, QUEUE_LOG, RequestSpans, parts_of
+from moesaic.server.otlp import EXPORTER_LOG, MOST_CHILDREN, QUEUE_LOG, RequestSpans, list_parts
 from tests.support.fake_collector import OF_ERROR, OF_NEITHER, Collector, SeenSpan, collecting
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -230,11 +230,11 @@ def test_each_of_several_completions_has_its_children(launch: Launch, collector:
 
 def test_parts_end_where_a_completion_ended() -> None:
     times = Times(10.0)
-    assert list(parts_of(times)) == []
+    assert list(list_parts(times)) == []
     times.queue_seconds, times.finish = 2.0, FinishReason.ABORT
-    assert list(parts_of(times)) == [("queue", 10.0, 12.0)]
+    assert list(list_parts(times)) == [("queue", 10.0, 12.0)]
     times.first, times.last = 13.0, 15.0
-    assert list(parts_of(times))[1:] == [("prefill", 12.0, 13.0), ("decode", 13.0, 15.0)]
+    assert list(list_parts(times))[1:] == [("prefill", 12.0, 13.0), ("decode", 13.0, 15.0)]
 
 
 def test_a_dead_collector_is_one_line_until_it_answers(

@@ -13,7 +13,7 @@ import pytest
 from moesaic.server.requests import Message, Tool
 from moesaic.server.tools import dump_tools, further_fields
 from moesaic.testing import byte_tokenizer
-from moesaic.text.parsers.table import formats_of
+from moesaic.text.parsers.table import detect_formats
 from moesaic.text.templates.jinja_template import compile_template, render_template
 from moesaic.text.tokenizer import Tokenizer
 from tests.text.parsers.answers import BERN, CALL, COMPLETE, TOOLS
@@ -451,7 +451,7 @@ BARE = [Tool.model_validate({"type": "function", "function": {"name": "now"}})]
     ],
 )
 def test_a_template_gets_what_it_needs_of_a_tool(template: str, text: str) -> None:
-    formats = formats_of(template)
+    formats = detect_formats(template)
     variables = {"tools": dump_tools(BARE, formats.text_descriptions)}
     assert render_template(compile_template(template), variables, 100) == text
 
@@ -467,5 +467,5 @@ def test_a_call_that_was_damaged_can_be_sent_back() -> None:
         ("tools <tool_call>", '{"city": '),
         ("tools [TOOL_CALLS]", '{"city": '),
     ):
-        [found] = further_fields(message, formats_of(template))["tool_calls"]
+        [found] = further_fields(message, detect_formats(template))["tool_calls"]
         assert found["function"]["arguments"] == expected

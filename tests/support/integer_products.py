@@ -11,9 +11,8 @@ import torch
 from moesaic.core.weight_types import (
     BLOCK,
     QUANTIZATIONS,
-    QUANTIZED,
     is_integer,
-    of_expert,
+    join_dtypes,
     split_dtype,
 )
 from moesaic.kernels import quantized_layout, table
@@ -45,7 +44,7 @@ class Integers:
     @classmethod
     def of(cls, dtype: str, stored: quantized_layout.Bytes, columns: int) -> Integers:
         """Reads rows as kernels/quantized_layout.py writes them."""
-        kind, parts, at = QUANTIZED[dtype], [], 0
+        kind, parts, at = QUANTIZATIONS[dtype], [], 0
         for begin in range(0, columns, BLOCK):
             groups = -(-min(BLOCK, columns - begin) // kind.group)
             size = kind.row_bytes(groups * kind.group)
@@ -163,6 +162,6 @@ def gated_mlp(
     base: str, rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight
 ) -> torch.Tensor:
     """As `ops.gated_mlp`."""
-    mlp, dtype = (gate_proj, up_proj, down_proj), of_expert(kind_of(gate_proj), kind_of(down_proj))
+    mlp, dtype = (gate_proj, up_proj, down_proj), join_dtypes(kind_of(gate_proj), kind_of(down_proj))
     stored = [one.stored_rows.numpy() for one in mlp if isinstance(one, QuantizedMatrix)]
     return expert(base, dtype, stored, rows) if is_integer(dtype) else mlp_by_kernels(rows, *mlp)

@@ -8,28 +8,36 @@ import pytest
 from tests.support import trace_reader
 
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import collecting, events, folder_of, order_of, part_of, process_of, trace_of
+from moesaic.trace.parts import (
+    collecting,
+    events,
+    part_path,
+    parts_folder,
+    process_name,
+    row_order,
+    trace_path,
+)
 from moesaic.trace.track import Track
 
 
 def test_names() -> None:
-    part = part_of("t.json", "expert server 0", 2)
+    part = part_path("t.json", "expert server 0", 2)
     assert part == "t.json.parts/expert-server-0.2.json"
-    assert process_of(Path(part)) == "expert server 0"
-    assert trace_of(part) == "t.json" and trace_of("a/b.npz.parts/x-0.1.json") == "a/b.npz"
-    assert part_of(None, "expert server 0") is None and trace_of(None) is None
+    assert process_name(Path(part)) == "expert server 0"
+    assert trace_path(part) == "t.json" and trace_path("a/b.npz.parts/x-0.1.json") == "a/b.npz"
+    assert part_path(None, "expert server 0") is None and trace_path(None) is None
 
 
 def test_workers_come_before_servers_by_number() -> None:
     names = ["expert server 0", "attention worker 10", "expert server 2", "attention worker 9"]
-    assert sorted(names, key=order_of) == [
+    assert sorted(names, key=row_order) == [
         *("attention worker 9", "attention worker 10", "expert server 0", "expert server 2")
     ]
 
 
 def write(trace: Path, process: str, incarnation: int = 1) -> Path:
     """One span of `process`."""
-    path = part_of(str(trace), process, incarnation)
+    path = part_path(str(trace), process, incarnation)
     assert path is not None
     track = Track(Path(path), lambda: 0.0)
     track.span("layer 0", 1.0, 2.0, process=process)
@@ -80,7 +88,7 @@ def test_where_nothing_ran_no_file_is_left(tmp_path: Path) -> None:
 
 def test_parts_that_a_killed_run_left_are_not_mixed_in(tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
-    folder_of(trace).mkdir()
+    parts_folder(trace).mkdir()
     write(trace, "expert server 5")
     with collecting(str(trace)):
         write(trace, "attention worker 0")

@@ -18,7 +18,7 @@ from moesaic.core.routing import RoutedModel, Rows, ending
 from moesaic.trace import routing
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
-from moesaic.trace.parts import folder_of, part_of
+from moesaic.trace.parts import part_path, parts_folder
 from moesaic.trace.routing import Collector, Ends, RowFile, prepare, recording
 
 MODEL = RoutedModel("moe-x", 100, 9, 2, (1, 3))
@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def worker(file: Path, number: int = 0, incarnation: int = 1, role: str = "attention") -> RowFile:
-    part = part_of(str(file), f"{role} worker {number}", incarnation)
+    part = part_path(str(file), f"{role} worker {number}", incarnation)
     assert part is not None
     return RowFile(Path(part), MODEL)
 
@@ -120,9 +120,9 @@ def test_files_that_were_read_are_removed(file: Path, monkeypatch: pytest.Monkey
         sink(whole(request, 6))  # with their ends 49 records: four files and most of a fifth
         if request == 3:
             collector.collect()
-    assert len(list(folder_of(file).glob("*.rows"))) == 3
+    assert len(list(parts_folder(file).glob("*.rows"))) == 3
     collector.collect()
-    assert [path.name for path in folder_of(file).glob("*.rows")] == ["attention-worker-0.1.000004.rows"]
+    assert [path.name for path in parts_folder(file).glob("*.rows")] == ["attention-worker-0.1.000004.rows"]
     collector.save()
     assert tokens(file) == [6] * 7
 
@@ -140,7 +140,7 @@ def test_a_file_that_is_being_made_is_left_alone(file: Path, monkeypatch: pytest
     monkeypatch.setattr(routing, "WINDOW", 10 * MODEL.row.itemsize)
     sink, collector = worker(file), Collector(file, 1 << 20)
     sink(rows(0, *range(10)))
-    following = folder_of(file) / "attention-worker-0.1.000001.rows"
+    following = parts_folder(file) / "attention-worker-0.1.000001.rows"
     made = following.read_bytes()
     os.truncate(following, 3)
     collector.collect()
@@ -199,7 +199,7 @@ def test_the_profile_is_brought_up_to_date_and_at_last_whole(tmp_path: Path) -> 
     file = tmp_path / "p.npz"
     file.write_bytes(b"of the last run")
     with recording(RecordConfig(str(file), 1.0), interval=0.05):
-        assert folder_of(file).stat().st_mode & 0o777 == 0o700
+        assert parts_folder(file).stat().st_mode & 0o777 == 0o700
         sink = worker(file)
         sink(whole(0, 3))
         until = time.monotonic() + 120
@@ -262,7 +262,7 @@ def test_memory_that_holds_nothing_is_refused(tmp_path: Path) -> None:
 def test_what_a_killed_run_left_is_cleared(file: Path) -> None:
     worker(file)(whole(0, 3))
     with recording(RecordConfig(str(file))):
-        assert [path.name for path in folder_of(file).iterdir()] == ["memory"]
+        assert [path.name for path in parts_folder(file).iterdir()] == ["memory"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.support.trace_reader import Row, Span
 from moesaic.cluster.launch import launch
 from moesaic.commands import cli
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from moesaic.trace.parts import folder_of
+from moesaic.trace.parts import parts_folder
 
 pytestmark = pytest.mark.usefixtures("quick_workers")
 LAYERS = list(range(6))
@@ -131,7 +131,7 @@ def test_barriers_are_to_be_seen(tmp_path: Path, schedule: str) -> None:
 def test_a_killed_server_leaves_all_that_it_wrote(tmp_path: Path) -> None:
     trace = tmp_path / "t.json"
     with traced(trace, min_replicas=2) as served:
-        part = folder_of(trace) / "expert-server-0.1.json"
+        part = parts_folder(trace) / "expert-server-0.1.json"
 
         def computed() -> set[int | None]:
             return {span.layer for row in trace_reader.rows(trace_reader.part(part)) for span in row.layers}

@@ -18,7 +18,7 @@ from tests.support import trace_reader
 
 from moesaic.core.errors import ConfigError
 from moesaic.trace import track as tracks
-from moesaic.trace.parts import part_of
+from moesaic.trace.parts import part_path
 from moesaic.trace.track import Track
 
 
@@ -128,7 +128,7 @@ def test_another_process_with_the_same_file_does_no_harm(file: Path, monkeypatch
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     """It says what was typed, not where this part of it is."""
     trace = str(tmp_path / "t.json")
-    part = part_of(trace, "attention worker 0")
+    part = part_path(trace, "attention worker 0")
     assert part is not None
     with pytest.raises(ConfigError, match=rf"^--trace: got '{trace}'; allowed: .*No such file"):
         Track(Path(part), lambda: 0.0)

@@ -79,6 +79,7 @@ class JoinedLauncher:
     def _start(self, member: Member, settings: Settings, model: str) -> LaunchedProcess:
         joining = JoinOptions("", member.role.flag, model=model)
         member.weights = fingerprint.compute_fingerprint(self._path)
+        # No host is avoided: processes join from where they are started.
         process = LaunchedProcess(member, joining, settings, self._wait_for_process, lambda node: None)
         self._processes.append(process)
         process.thread.start()

@@ -24,7 +24,7 @@ from moesaic.policy.fleet.devices import choose
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
-from moesaic.trace.parts import collecting, part_of
+from moesaic.trace.parts import collecting, part_path
 from moesaic.trace.routing import Ends, recording
 from moesaic.transport.base import Connection
 
@@ -187,7 +187,7 @@ def _absolute(file: str | None) -> str | None:
 
 def _single_worker_config(config: WorkerConfig) -> WorkerConfig:
     """`config` for a single worker, which writes its own parts of the trace and of the recorded routing."""
-    trace, rows = (part_of(file, "attention worker 0") for file in (config.trace, config.record))
+    trace, rows = (part_path(file, "attention worker 0") for file in (config.trace, config.record))
     return replace(config, trace=trace, record=rows)
 
 

@@ -23,7 +23,7 @@ from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.experts import ExpertLayout
 from moesaic.policy.fleet.devices import Devices, beside, choose
-from moesaic.trace.parts import part_of
+from moesaic.trace.parts import part_path
 from moesaic.transport.host import this_host
 
 
@@ -153,7 +153,7 @@ class Members:
             cpus=cpus,
             trace=self._part(member),
             # The process gets its incarnation, one more than now, when it has been started.
-            record=part_of(self._worker_config.record, member.name, member.incarnation + 1),
+            record=part_path(self._worker_config.record, member.name, member.incarnation + 1),
         )
         with numa.bind_to_nodes(self._cores.nodes(place, len(alike))):
             child = self.launcher.start_worker(member, config)
@@ -298,7 +298,7 @@ class Members:
 
     def _part(self, member: Member) -> str | None:
         """Returns the file for its next process's part of the trace; None: there is no trace."""
-        return part_of(self._worker_config.trace, member.name, member.incarnation + 1)
+        return part_path(self._worker_config.trace, member.name, member.incarnation + 1)
 
     def _server_threads(self, layout: ExpertLayout, place: int) -> int:
         if layout.num_bytes < SMALL_MODEL:

@@ -135,7 +135,7 @@ class RayLauncher:
         for process in self._processes:
             process.thread.join()
         request_resources(bundles=[])
-        if self._has_connected:
+        if self._has_connected:  # else the program that connected before still uses Ray
             ray.shutdown()
 
     def _find(self, process: LaunchedProcess) -> RayRoom | None:

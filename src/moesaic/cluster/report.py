@@ -67,7 +67,7 @@ def counters(
     members: Members,
     router: Router,
     rebalances: int,
-    door: JoinListener | None = None,
+    listener: JoinListener | None = None,
     supervisor_restarts: int = 0,
 ) -> ClusterCounters:
     """Returns all counts since the start."""
@@ -89,7 +89,7 @@ def counters(
         runs=workers.steps,
         partial_runs=workers.partial_runs,
         far_bytes=experts.far_bytes,
-        refused_connections=0 if door is None else door.num_dropped,
+        refused_connections=0 if listener is None else listener.num_dropped,
         supervisor_restarts=supervisor_restarts,
     )
 

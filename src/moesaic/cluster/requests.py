@@ -112,7 +112,7 @@ def update_blocks(entry: Entry, workers: Mapping[int, WorkerRecord]) -> None:
     rows = len(entry.request.prompt_token_ids) + len(entry.tokens)
     for worker, former_blocks in entry.blocks.items():
         record = workers.get(worker)
-        if record is not None:
+        if record is not None:  # the worker may have left
             entry.blocks[worker] = blocks = -(-rows // record.info.block_size)
             record.blocks += blocks - former_blocks
 

@@ -15,7 +15,7 @@ def make_worker_config(
     worker: WorkerConfig, cluster: ClusterConfig, transport: HostTransport
 ) -> WorkerConfig:
     """The settings of every attention worker of this cluster. worker: what the user said of one."""
-    door = cluster.cluster_address
+    cluster_address = cluster.cluster_address
     return replace(
         worker,
         remote_experts=cluster.expert_servers > 0,
@@ -23,7 +23,7 @@ def make_worker_config(
         attention_workers=cluster.attention_workers,
         supervised=True,
         transport=transport,
-        remote_address=None if door is None else any_port_address(door),
+        remote_address=None if cluster_address is None else any_port_address(cluster_address),
     )
 
 

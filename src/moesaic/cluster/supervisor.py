@@ -110,8 +110,8 @@ class Supervisor:
         self._trust = Trust(model, self._members, self._publisher, self._note, clock)
         self._newcomers: Newcomers | None = None
         if cluster.cluster_address is not None:
-            door = cluster.cluster_address, self._secret, model
-            self._newcomers = Newcomers(*door, self._members, self._links, self._changes, self._note)
+            listening = cluster.cluster_address, self._secret, model
+            self._newcomers = Newcomers(*listening, self._members, self._links, self._changes, self._note)
 
     def start(self) -> None:
         """Starts the attention workers. The servers start when the first worker has sent its layout."""

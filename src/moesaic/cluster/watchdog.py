@@ -96,7 +96,7 @@ class Watchdog:
             run()
         except ThreadReplaced:
             LOG.warning("a thread of the supervisor that had hung has ended")
-        except BaseException as error:
+        except BaseException as error:  # also SystemExit, with which a thread would end without a word
             if threading.current_thread() is self._thread:
                 self._error = error
                 self._wake.set()

@@ -1,8 +1,12 @@
-"""`moesaic plan`: finds the fastest policy for a job, predicts its speed, and says what would help."""
+"""`moesaic plan`: finds the fastest policy for a job, predicts its speed, and says what would help.
+
+With --cluster it searches deployments instead, and prints commands that start the best.
+"""
 
 from __future__ import annotations
 
 import json as json_module
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +15,10 @@ from typing import Any
 from rich.console import Console
 
 import moesaic
-from moesaic.commands import plan_deployment, plan_picture, plan_report
+from moesaic.commands import plan_deployment_report, plan_picture, plan_report
 from moesaic.commands.plan_options import THIS, Plan
 from moesaic.commands.plan_report import Report
+from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
 from moesaic.cost.assumed import assumed
@@ -23,6 +28,8 @@ from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import KNOWN, ModelSizes
 from moesaic.kernels import table
 from moesaic.models.files import gguf_at, is_gguf
+from moesaic.planning.deployment import demand, spec
+from moesaic.planning.deployment.search import Deployments, Search
 from moesaic.planning.sizes import (
     decompress_sizes,
     has_weights,
@@ -41,7 +48,10 @@ def run(options: Plan, json: bool) -> int:
     cannot be written.
     """
     if options.cluster is not None:
-        return plan_deployment.run(options, find_model, json)
+        deployments = search_deployments(options)
+        write_report = plan_deployment_report.as_json if json else plan_deployment_report.as_text
+        print(write_report(deployments, options))
+        return 0
     waiting = Console(stderr=True)
     measured_machine = _measure_now(options)
     with waiting.status("pricing policies"):
@@ -51,6 +61,22 @@ def run(options: Plan, json: bool) -> int:
         _write(options.plot, picture)
     print(plan_report.as_json(report) if json else plan_report.as_text(report))
     return 0
+
+
+def search_deployments(options: Plan) -> Deployments:
+    """The best deployments of a model on a cluster, searched in virtual time with progress.
+
+    Raises ConfigError for a wrong field, for a model that does not fit, and if the time is too short.
+    """
+    assert options.model is not None and options.cluster is not None and options.workload is not None
+    machines, requests = spec.load(options.cluster), demand.load(options.workload)
+    objectives = demand.parse_objectives(options.slo)
+    model = find_model(options.model)
+    if not model.moe_layers:
+        raise ConfigError.field("MODEL", options.model, "a model with routed experts")
+    seconds, seed, clock = options.time_budget, options.seed, time.monotonic
+    with progress(Console(stderr=True), clock, "per s") as show:
+        return Search(model, machines, requests, objectives, seconds, seed, clock, show).run()
 
 
 def plan(options: Plan, measured_machine: Hardware | None = None) -> Report:

@@ -37,7 +37,7 @@ from moesaic.core.errors import ConfigError, EngineDeadError, MoesaicError
 from moesaic.core.messages import Message
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
-from moesaic.text.parsers.table import check_parsers, formats_of
+from moesaic.text.parsers.table import check_parsers, detect_formats
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig
@@ -199,7 +199,7 @@ def _serve(
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched_engine.supervisor and server.admin_key is None else None
     template = launched_engine.engine.tokenizer.chat_template
-    formats = formats_of(template, server.tool_call_parser, server.reasoning_parser)
+    formats = detect_formats(template, server.tool_call_parser, server.reasoning_parser)
     with (
         _spans(server.otlp_traces_endpoint, names[0]) as spans,
         Announcer(

@@ -14,7 +14,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.sizes import KNOWN
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.scenario import Scenario, load
-from moesaic.trace.parts import order_of
+from moesaic.trace.parts import row_order
 
 PROCESS = 1
 """The number that all rows have as their process."""
@@ -84,7 +84,7 @@ class Trace:
             if number == 1:
                 self._add("M", "process_name", number, args={"name": "moesaic simulate"})
             self._add("M", "thread_name", number, args={"name": process})
-            self._add("M", "thread_sort_index", number, args={"sort_index": order_of(process)})
+            self._add("M", "thread_sort_index", number, args={"sort_index": row_order(process)})
         return self._rows[process]
 
     def _add(self, kind: str, name: str, row: int, **fields: object) -> None:

@@ -92,7 +92,7 @@ def read(file: Path) -> list[Row]:
 def _events(file: Path) -> list[dict[str, Any]]:
     """The events of the parts of a trace if it has some, otherwise those of the file."""
     text = file.read_text(encoding="utf-8")
-    part_files = sorted(parts.folder_of(file).glob("*.json"))
+    part_files = sorted(parts.parts_folder(file).glob("*.json"))
     if part_files:
         return [json.loads(event) for part in part_files for event in parts.events(part)]
     events: list[dict[str, Any]] = json.loads(text)["traceEvents"]

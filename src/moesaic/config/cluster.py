@@ -192,6 +192,7 @@ class ClusterConfig(ParallelConfig):
     def has_several_processes(self) -> bool:
         """True if there are several processes, or may be: workers, expert servers or ranks."""
         starts_several = self.attention_workers > 1 or self.prefill_workers > 0 or self.expert_servers > 0
+        # A cluster that begins with one process may still get others.
         may_change = self.autoscale is not None or self.cluster_address is not None
         return starts_several or self.tensor_parallel_size > 1 or may_change or self.on_ray
 

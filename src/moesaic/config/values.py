@@ -96,7 +96,7 @@ def capacity(name: str, text: str) -> float:
     try:
         weight = float(text)
     except ValueError:
-        weight = 0.0
+        weight = 0.0  # what is no number is refused like 0
     if not 0 < weight < math.inf:
         raise ConfigError.field(name, text, "positive numbers with commas between, such as 2,1")
     return weight

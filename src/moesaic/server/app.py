@@ -17,7 +17,7 @@ from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
-from moesaic.server.metrics import OWN_PREFIX, EngineCollector, registry_of
+from moesaic.server.metrics import OWN_PREFIX, EngineCollector, make_registry
 from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.request_trace import RequestTrace, Tracing
 from moesaic.server.service import Service
@@ -49,7 +49,7 @@ def create_app(
     app.state.service = service
     engine = service.engine
     collector = EngineCollector(engine.engine.stats, engine.meter, service.model_name, metrics_prefix)
-    app.state.registry = registry_of(collector)
+    app.state.registry = make_registry(collector)
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]

@@ -73,7 +73,7 @@ def _run_job(job: _Job, busy: str) -> None:
         value = job.work()
     except BaseException as error:
         job.result.set_exception(error)
-        if not isinstance(error, Exception):
+        if not isinstance(error, Exception):  # such as SystemExit, which is to end the thread
             raise
     else:
         job.result.set_result(value)

@@ -22,7 +22,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 _IN_PROCESS = "http://moesaic.invalid"
 """The address of a server in this process. Nothing connects to it."""
 
-_SHOWN = 300
+_MAX_ERROR_CHARACTERS = 300
 """Maximum number of characters of an answer that an error message repeats."""
 _LEAVING_SECONDS = 5.0
 """Seconds in which an application in this process may end a call whose client has left."""
@@ -293,7 +293,7 @@ def _chunk(data: str, now: float) -> Chunk:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise ApiError(200, f"an event is not JSON: {data[:_SHOWN]}") from error
+        raise ApiError(200, f"an event is not JSON: {data[:_MAX_ERROR_CHARACTERS]}") from error
     if not isinstance(event, dict) or event.get("error") is not None:
         raise ApiError(200, _message(event))
     choice = (event.get("choices") or [{}])[0]
@@ -316,4 +316,4 @@ def _message(body: Any) -> str:
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message") if isinstance(error, dict) else error
     text = message if isinstance(message, str) else json.dumps(body)
-    return " ".join(text.split())[:_SHOWN]
+    return " ".join(text.split())[:_MAX_ERROR_CHARACTERS]

@@ -35,7 +35,7 @@ from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
 
-_AT_ONCE = 1 << 12
+_MAX_LOOP_TOKENS = 1 << 12
 """Maximum number of tokens that are looked up in the event loop, which takes some ms."""
 
 
@@ -101,7 +101,7 @@ class _Reply:
     async def _build_piece_off_loop(self, number: int, output: RequestOutput) -> CompletionChoice:
         """`_piece`, in a thread if it looks up many tokens. A long scored prompt takes seconds."""
         top = max(self._body.logprobs or 0, self._body.prompt_logprobs or 0)
-        if len(output.prompt_logprobs or ()) * (top + 1) <= _AT_ONCE:
+        if len(output.prompt_logprobs or ()) * (top + 1) <= _MAX_LOOP_TOKENS:
             return self._build_piece(number, output)
         return await asyncio.to_thread(self._build_piece, number, output)
 

@@ -24,7 +24,7 @@ from starlette.datastructures import MutableHeaders
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from moesaic.config import ConnectionConfig
-from moesaic.server.errors import NotServingError, Problem, problem_of
+from moesaic.server.errors import NotServingError, Problem, make_problem
 from moesaic.server.guard import ALIVE_PATHS, BODY_RATE
 from moesaic.server.room import Room
 
@@ -38,7 +38,7 @@ PATIENCE = 0.25
 """Seconds after which a connection that waits for a request may be closed for a new one."""
 READER_PATIENCE = 2.0
 """The same for a client that sends nothing of a body or reads nothing of an answer."""
-STALLED = 60.0
+STALLED_SECONDS = 60.0
 """Seconds after which a client that reads nothing of a complete answer is gone."""
 LOOK_SECONDS = 0.5
 """Seconds between two looks for requests that take too long."""
@@ -182,7 +182,7 @@ class HttpAcceptor:
         now = time.monotonic()
         late = (connection for connection in self._waiting if connection.is_closable(now))
         for connection in list(itertools.islice(late, self.room.spare_connections)):
-            connection.close_with(problem_of(self.make_refusal()))
+            connection.close_with(make_problem(self.make_refusal()))
 
     def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
@@ -271,7 +271,7 @@ class Connection(H11Protocol):
         if unsent_bytes != self._unsent_bytes:  # the client reads an answer
             self._unsent_bytes, self.waiting_since = unsent_bytes, now
         if unsent_bytes or self.transport.is_closing():
-            return now - self.waiting_since > STALLED
+            return now - self.waiting_since > STALLED_SECONDS
         incomplete = self._fresh or (self._is_answered() and self._has_next_request)
         return incomplete and now - self.waiting_since > header_seconds
 
@@ -321,7 +321,7 @@ class Connection(H11Protocol):
         else:
             self.waiting_since = time.monotonic()
             self._acceptor.mark_waiting(self)
-            problem = problem_of(self._acceptor.make_refusal())
+            problem = make_problem(self._acceptor.make_refusal())
             # A client that sent Expect waits for an answer before it sends its body.
             if b"expect" not in dict(scope["headers"]):
                 with contextlib.suppress(TimeoutError):
@@ -344,7 +344,7 @@ class Connection(H11Protocol):
             is_complete = not message.get("more_body", False)
             if is_complete:
                 if self._acceptor.busy >= self._acceptor.room.max_requests:
-                    raise problem_of(self._acceptor.make_refusal())
+                    raise make_problem(self._acceptor.make_refusal())
                 seat.enter_context(self._acceptor.count_request())
                 self._acceptor.mark_working(self)
             return message

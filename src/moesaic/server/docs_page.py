@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 
 router = APIRouter()
 
+# The page has no script, so none may run.
 _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 _LIMITS = {
     "minimum": "at least {}",

@@ -57,7 +57,7 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     except ConfigError as error:
         raise Problem(400, str(error)) from error
     finally:
-        change.cancel()
+        change.cancel()  # it ends only the waiting; the change itself goes on
     return cluster.report()
 
 

@@ -25,7 +25,7 @@ from moesaic.core.errors import (
 from moesaic.server.anthropic import errors as anthropic
 from moesaic.server.request_trace import TRACE
 
-_SHOWN = 80
+_MAX_VALUE_CHARACTERS = 80
 """Maximum number of characters of a wrong value that a message repeats."""
 
 _INVALID = "invalid_request_error"
@@ -82,7 +82,7 @@ class Problem(HTTPException):
     def json(self, path: str = "") -> str:
         """The body of the answer to a request for `path`, in the form of its API."""
         if path.startswith(anthropic.PATHS):
-            detail = anthropic.error_of(self.status_code, self.body.error.message)
+            detail = anthropic.make_anthropic_error(self.status_code, self.body.error.message)
             return json.dumps({"type": "error", **detail})
         return self.body.model_dump_json()
 
@@ -91,19 +91,19 @@ class Problem(HTTPException):
         return Response(self.json(path), self.status_code, self.headers, "application/json")
 
 
-def problem_of(error: Exception) -> Problem:
+def make_problem(error: Exception) -> Problem:
     """The answer to an exception, which the trace of the request notes.
 
     An unknown exception is a bug in moesaic: status 500 without details.
     """
-    problem = _problem_of(error)
+    problem = _map_to_problem(error)
     trace = TRACE.get()
     if trace is not None:
         trace.record_error(problem.status_code, problem.body.error.code or problem.body.error.type)
     return problem
 
 
-def _problem_of(error: Exception) -> Problem:
+def _map_to_problem(error: Exception) -> Problem:
     match error:
         case Problem():
             return error
@@ -140,7 +140,7 @@ def install_handlers(app: FastAPI) -> None:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return problem_of(error).response(request.url.path)
+    return make_problem(error).response(request.url.path)
 
 
 def _retry(seconds: float | None) -> dict[str, str]:
@@ -161,11 +161,11 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
     field_errors = [(place, error) for place, error in errors_by_place if place and place[0] == field]
     # The deepest error belongs to the union's member that the client most likely meant.
     place, error = max(field_errors, key=lambda place_and_error: _depth(place_and_error[0]))
-    name = path_of(place)
+    name = format_path(place)
     rivals = [
         other_error
         for other_place, other_error in field_errors
-        if _depth(other_place) == _depth(place) and path_of(other_place) == name
+        if _depth(other_place) == _depth(place) and format_path(other_place) == name
     ]
     match error["type"]:
         case "extra_forbidden":
@@ -198,7 +198,7 @@ def _depth(place: Sequence[object]) -> tuple[int, list[int]]:
     return len(place), [step for step in place if isinstance(step, int)]
 
 
-def path_of(place: Sequence[object]) -> str:
+def format_path(place: Sequence[object]) -> str:
     """The path of a field. ('messages', 0, 'content', 'list[TextPart]', 1) -> 'messages[0].content[1]'."""
     return "".join(_steps(place)).removeprefix(".")
 
@@ -214,4 +214,4 @@ def _steps(place: Sequence[object]) -> Iterator[str]:
 def show_value(value: object) -> str:
     """`value` as a message repeats it, cut where it is long."""
     text = repr(value)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[:_MAX_VALUE_CHARACTERS] + "..."

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from moesaic.core.errors import MoesaicError
 from moesaic.server.async_engine import Stream
-from moesaic.server.errors import Problem, problem_of
+from moesaic.server.errors import Problem, make_problem
 from moesaic.server.responses import Payload
 
 T = TypeVar("T")
@@ -73,9 +73,9 @@ class EventStream(Response, Generic[SendableT]):
             async for chunk in self._chunks:
                 yield self._event(chunk)
         except MoesaicError as error:
-            yield self._failure(problem_of(error))
+            yield self._failure(make_problem(error))
         except Exception as error:
-            yield self._failure(problem_of(error))
+            yield self._failure(make_problem(error))
             raise
         if self._end:
             yield self._end

@@ -107,7 +107,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers.get("x-request-id", ""))
-        REQUEST.set(request_id)
+        REQUEST.set(request_id)  # log lines of this task name the request from here on
         send_with_id = _with_request_id(send, request_id)
         problem = self._access.problem(scope["path"], headers) or self._size_problem(headers)
         if problem is None:

@@ -247,7 +247,7 @@ class EngineCollector(Collector):
         return family
 
 
-def registry_of(collector: EngineCollector) -> CollectorRegistry:
+def make_registry(collector: EngineCollector) -> CollectorRegistry:
     """A registry that contains only `collector`."""
     # To describe itself a collector would collect once, which takes a snapshot of the engine.
     registry = CollectorRegistry(auto_describe=False)

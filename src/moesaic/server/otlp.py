@@ -45,6 +45,7 @@ class RequestSpans:
         parts = urlsplit(endpoint)
         url = endpoint if parts.path.strip("/") else parts._replace(path="/v1/traces").geturl()
         self._model = model
+        # `close` shuts the provider down, within a limit of time, so it must not happen at exit too.
         own_resource = Resource({"service.name": "moesaic", "service.version": version})
         self._provider = TracerProvider(
             resource=own_resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
@@ -64,7 +65,7 @@ class RequestSpans:
             start_time=trace.wall(trace.start),
         )
         if span.is_recording():
-            span.set_attributes(dict(attributes_of(trace, self._model)))
+            span.set_attributes(dict(list_attributes(trace, self._model)))
             status = trace.error_status or trace.status or 0
             if status >= 500:
                 span.set_status(Status(StatusCode.ERROR, trace.error))
@@ -78,7 +79,7 @@ class RequestSpans:
         """The children of `span`: queue, prefill and decode of each completion, as far as it came."""
         context = set_span_in_context(span, Context())
         for number, times in enumerate(trace.completions):
-            for name, begin, end in parts_of(times):
+            for name, begin, end in list_parts(times):
                 child = self._tracer.start_span(
                     name,
                     context,
@@ -101,10 +102,10 @@ class RequestSpans:
         self._complaints.close()
 
 
-def parts_of(times: Times) -> Iterator[tuple[str, float, float]]:
+def list_parts(times: Times) -> Iterator[tuple[str, float, float]]:
     """(name, begin, end) of each part of a completion, on the monotonic clock."""
     if times.queue_seconds is None:
-        return
+        return  # it was never admitted, so none of its parts began
     admission_time = times.arrival + times.queue_seconds
     yield "queue", times.arrival, admission_time
     if times.first is not None:
@@ -112,7 +113,7 @@ def parts_of(times: Times) -> Iterator[tuple[str, float, float]]:
         yield "decode", times.first, times.last
 
 
-def attributes_of(trace: RequestTrace, model: str) -> Iterator[tuple[str, Any]]:
+def list_attributes(trace: RequestTrace, model: str) -> Iterator[tuple[str, Any]]:
     """The attributes of a request's span."""
     yield "gen_ai.operation.name", trace.operation
     yield "gen_ai.provider.name", "moesaic"

@@ -16,7 +16,7 @@ from moesaic.server.requests import (
     TemplateOptions,
 )
 from moesaic.server.service import Service, Tokenizer
-from moesaic.server.tools import further_fields, require_roles, variables_of
+from moesaic.server.tools import further_fields, make_variables, require_roles
 from moesaic.text.parsers.table import Formats
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _LONG_TOKEN = 8
 
 _TAIL = 16
 """Number of tokens at the end of a prompt in which a tag is looked for."""
-_AT_ONCE = 1 << 14
+_MAX_LOOP_SIZE = 1 << 14
 """Maximum number of characters or tokens that are processed in the event loop. More is done in a thread."""
 
 
@@ -113,7 +113,7 @@ async def chat_prompt(
     cut. special: add the tokenizer's special tokens too.
     """
     tokenizer = service.tokenizer
-    variables = variables_of(options, service.formats)
+    variables = make_variables(options, service.formats)
     own_parameters = inspect.signature(type(tokenizer).chat).parameters
     for name in variables:
         if name in own_parameters:
@@ -181,7 +181,7 @@ async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
 
     Raises OverloadedError if no thread was free for too long.
     """
-    return work() if size <= _AT_ONCE else await service.text_threads.run(work)
+    return work() if size <= _MAX_LOOP_SIZE else await service.text_threads.run(work)
 
 
 def require_length(characters: int, service: Service, field: str) -> int:

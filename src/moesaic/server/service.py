@@ -20,7 +20,7 @@ from moesaic.server.chat_threads import IN_TOKENIZER, ChatThreads
 from moesaic.server.errors import UnknownModelError
 from moesaic.server.request_trace import TRACE
 from moesaic.server.unknown_fields import UnknownFields
-from moesaic.text.parsers.table import AUTO, Formats, formats_of
+from moesaic.text.parsers.table import AUTO, Formats, detect_formats
 
 CHATS_AT_ONCE = 4
 """Number of conversations that the chat template is applied to at a time."""
@@ -139,7 +139,7 @@ class Service:
     @cached_property
     def formats(self) -> Formats:
         """How the model's answers are read."""
-        return formats_of(self.tokenizer.chat_template, self.tool_call_parser, self.reasoning_parser)
+        return detect_formats(self.tokenizer.chat_template, self.tool_call_parser, self.reasoning_parser)
 
     def require_model(self, name: str | None) -> None:
         """Raise UnknownModelError unless `name` is one of the served model's names or None."""
@@ -151,10 +151,10 @@ class Service:
             trace.model = name
 
 
-def _service_of(request: Request) -> Service:
+def _get_service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
 
 
-Serving = Annotated[Service, Depends(_service_of)]
+Serving = Annotated[Service, Depends(_get_service)]
 """The type of a route's parameter that receives the service."""

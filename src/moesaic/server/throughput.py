@@ -65,7 +65,7 @@ class ThroughputLog:
 async def log_throughput(engine: AsyncEngine, clock: Callable[[], float], seconds: float = SECONDS) -> None:
     """Log a line every `seconds` while requests run, until this task is cancelled."""
     log = ThroughputLog()
-    log.line(clock(), 0, WorkerStats())
+    log.line(clock(), 0, WorkerStats())  # the first line is then about the time from now on
     while True:
         await asyncio.sleep(seconds)
         line = log.line(clock(), engine.meter.generation_tokens, engine.engine.stats().worker)

@@ -53,6 +53,7 @@ async def tokenizer_info(service: Serving) -> TokenizerInfo:
     service.engine.require_serving()
     tokenizer = service.tokenizer
     settings = {name: value for name, value in tokenizer.settings.items() if name not in _FILES}
+    # A checkpoint may leave the class out, and the answer has one always.
     info = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     if tokenizer.chat_template is not None:
         info["chat_template"] = tokenizer.chat_template

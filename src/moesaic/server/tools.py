@@ -125,7 +125,7 @@ def _function(function: Function, with_description: bool) -> dict[str, Any]:
     return present | {name: value for name, value in absent.items() if name not in present}
 
 
-def variables_of(options: TemplateOptions, formats: Formats) -> dict[str, Any]:
+def make_variables(options: TemplateOptions, formats: Formats) -> dict[str, Any]:
     """The variables of the chat template that a request sets. chat_template_kwargs take precedence.
 
     Raises RequestError for a schema that is nested too deeply.

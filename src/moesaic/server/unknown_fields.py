@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from moesaic.core.errors import RequestError
-from moesaic.server.errors import path_of
+from moesaic.server.errors import format_path
 
 HEADER = "X-Moesaic-Ignored-Fields"
 MAX_LOGGED_NAMES = 100
@@ -65,7 +65,7 @@ class UnknownFields:
         """
         if self._strict:
             for place in _find_unknown(body, ()):
-                message = f"{path_of(place)}: not a parameter of this endpoint"
+                message = f"{format_path(place)}: not a parameter of this endpoint"
                 raise RequestError(message, str(place[0]), "unknown_parameter")
         _refuse(body)
         places = islice(_find_unknown(body, ()), MAX_UNKNOWN_FIELDS)

@@ -57,14 +57,16 @@ async def _updates(service: Service) -> AsyncGenerator[NamedEvent, None]:
             return
         # No part equals `last_parts` itself, the default, so a part that was never sent is new.
         new_parts = {
-            name: part for name, part in parts_of(service).items() if last_parts.get(name, last_parts) != part
+            name: part
+            for name, part in describe_server(service).items()
+            if last_parts.get(name, last_parts) != part
         }
         last_parts |= new_parts
         yield NamedEvent("update", {"time": time.time(), **new_parts})
         await asyncio.sleep(INTERVAL)
 
 
-def parts_of(service: Service) -> dict[str, Any]:
+def describe_server(service: Service) -> dict[str, Any]:
     """The state of the server. Of a single worker the parts of a cluster are null."""
     info, worker = service.engine.require_serving(), service.engine.engine.stats().worker
     meter = service.engine.meter

@@ -25,21 +25,21 @@ SPACE = "\u2581"
 """What SentencePiece writes for a space."""
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_OTHER_PATTERN = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHER}|{_SPACES}"
-_QWEN2 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHER}|{_SPACES}"
-_MARKED = (  # a mark belongs to the letter before it
+_LLAMA3 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHER_PATTERN}|{_SPACES}"
+_QWEN2 = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHER_PATTERN}|{_SPACES}"
+_MARK_PATTERN = (  # a mark belongs to the letter before it
     rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = (
+_CASE_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|%s"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-_GPT4O = _CASED % (f"{_CONTRACTION}?", f"{_CONTRACTION}?", r"\p{N}{1,3}")
-_TEKKEN = _CASED % ("", "", r"\p{N}")
+_GPT4O = _CASE_PATTERN % (f"{_CONTRACTION}?", f"{_CONTRACTION}?", r"\p{N}{1,3}")
+_TEKKEN = _CASE_PATTERN % ("", "", r"\p{N}")
 _LATIN = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
     "ὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛ"
@@ -97,7 +97,7 @@ PATTERNS: Mapping[str, Pattern] = {
     "minimax-m2": Pattern((_GPT4O,)),
     "olmo": Pattern((_GPT2,), uses_nfc=True),
     "qwen2": _QWEN,
-    "qwen35": Pattern((_MARKED,), uses_nfc=True),
+    "qwen35": Pattern((_MARK_PATTERN,), uses_nfc=True),
     "refact": _STARCODER,
     "starcoder": _STARCODER,
     "tekken": Pattern((_TEKKEN,), ignore_merges=True),

@@ -136,7 +136,7 @@ def _find_known_tokenizer(path: Path, settings: Mapping[str, Any], count: int) -
 def _check_pattern(path: Path, known_tokenizer: KnownTokenizer) -> None:
     """Raises CheckpointError if the checkpoint's Python code is here and has another pattern."""
     for file in sorted(path.glob("tokenization_*.py")):
-        pattern = pattern_of(file)
+        pattern = read_pattern(file)
         if pattern != known_tokenizer.pattern:
             own_pattern = "none that can be read" if pattern is None else repr(pattern[:60])
             raise CheckpointError(
@@ -144,7 +144,7 @@ def _check_pattern(path: Path, known_tokenizer: KnownTokenizer) -> None:
             )
 
 
-def pattern_of(file: Path) -> str | None:
+def read_pattern(file: Path) -> str | None:
     """The value of `pat_str` in a Python file: a text, or texts joined by a text. None if there is none.
 
     The file is parsed and never executed.

@@ -294,7 +294,7 @@ class Tokenizer:
     @cached_property
     def _literal_tokenizer(self) -> tuple[tokenizers.Tokenizer, bool]:
         literal = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        literal.encode_special_tokens = True
+        literal.encode_special_tokens = True  # the library then takes special tokens for text
         metaspace = literal.pre_tokenizer
         if not isinstance(metaspace, Metaspace) or metaspace.prepend_scheme != "first":
             return literal, False
@@ -378,10 +378,10 @@ def _not_text(token: str, reason: str) -> RequestError:
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """`messages` as chat templates expect them: each content is a text."""
-    return [{**message, "content": _text_of(message.get("content"))} for message in messages]
+    return [{**message, "content": _join_text(message.get("content"))} for message in messages]
 
 
-def _text_of(content: object) -> str:
+def _join_text(content: object) -> str:
     """The text of a message's content. Parts of text are joined by newlines; None is an empty text."""
     if content is None or isinstance(content, str):
         return content or ""

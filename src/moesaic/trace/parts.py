@@ -23,33 +23,33 @@ MAX_PROCESSES = 1 << 16
 """Maximum number of processes of a role whose rows are kept in order."""
 
 
-def part_of(trace: str | None, process: str, incarnation: int = 1) -> str | None:
+def part_path(trace: str | None, process: str, incarnation: int = 1) -> str | None:
     """Returns the file for a process's part of the trace `trace`; None: there is no trace.
 
     Example: "t.json", "expert server 0", 2 -> "t.json.parts/expert-server-0.2.json"
     """
     if trace is None:
         return None
-    return str(folder_of(Path(trace)) / f"{process.replace(' ', '-')}.{incarnation}.json")
+    return str(parts_folder(Path(trace)) / f"{process.replace(' ', '-')}.{incarnation}.json")
 
 
-def trace_of(part: str | None) -> str | None:
+def trace_path(part: str | None) -> str | None:
     """Returns the trace of a part, as typed. Example: t.json.parts/expert-server-0.2.json -> t.json"""
     return None if part is None else str(Path(part).parent).removesuffix(PARTS)
 
 
-def process_of(part: Path) -> str:
+def process_name(part: Path) -> str:
     """The process that wrote a part. Example: t.json.parts/expert-server-0.2.json -> "expert server 0"."""
     return part.name.partition(".")[0].replace("-", " ")
 
 
-def order_of(process: str) -> int:
+def row_order(process: str) -> int:
     """Position of a process's row: by role, then by number. Example: "attention worker 1" -> 1."""
     role, _, number = process.rpartition(" ")
     return MAX_PROCESSES * ROLES.index(role) + int(number)
 
 
-def folder_of(file: Path) -> Path:
+def parts_folder(file: Path) -> Path:
     """Folder of the parts of the trace `file`."""
     return file.with_name(f"{file.name}{PARTS}")
 
@@ -86,7 +86,7 @@ def collecting(trace: str | None) -> Iterator[None]:
             if fresh and not file.stat().st_size:
                 file.unlink()
         except OSError as error:
-            LOG.warning("%s: %s; the parts of the trace are in %s", file, error.strerror, folder_of(file))
+            LOG.warning("%s: %s; the parts of the trace are in %s", file, error.strerror, parts_folder(file))
 
 
 def join(file: Path) -> None:
@@ -94,12 +94,12 @@ def join(file: Path) -> None:
 
     If no process wrote a part, the file stays as it is.
     """
-    parts = sorted(folder_of(file).glob("*.json"))
+    parts = sorted(parts_folder(file).glob("*.json"))
     if parts:
         _write(file, parts)
     for part in parts:
         part.unlink()
-    folder_of(file).rmdir()
+    parts_folder(file).rmdir()
 
 
 def events(part: Path) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _prepare(trace: str, file: Path) -> None:
     """Makes an empty folder for the parts. Removes parts of a killed run."""
     try:
         file.open("a").close()
-        folder = folder_of(file)
+        folder = parts_folder(file)
         folder.mkdir(exist_ok=True)
         for old_part in folder.glob("*.json"):
             old_part.unlink()

@@ -37,7 +37,7 @@ from moesaic.core.routing import END_POSITION, Assembly, RoutedModel, Rows, endi
 from moesaic.core.tally import Tally
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.trace.options import RecordConfig
-from moesaic.trace.parts import folder_of, new_file, trace_of
+from moesaic.trace.parts import new_file, parts_folder, trace_path
 
 LOG = logging.getLogger(__name__)
 MEMORY = "memory"
@@ -54,7 +54,7 @@ class RowFile:
     """A RowSink that writes the files of one worker. A full disk ends the recording, not the worker."""
 
     def __init__(self, part: Path, model: RoutedModel) -> None:
-        """part: the .json file (see `parts.part_of`), in a folder made by `prepare`.
+        """part: the .json file (see `parts.part_path`), in a folder made by `prepare`.
 
         Raises ConfigError if it cannot be written, or if the memory is too small for the model's counts.
         """
@@ -72,7 +72,7 @@ class RowFile:
             unfinished_file.replace(part)
         except OSError as error:
             raise ConfigError.field(
-                "--record-routing", trace_of(str(part)), f"a file to write into ({error.strerror})"
+                "--record-routing", trace_path(str(part)), f"a file to write into ({error.strerror})"
             ) from error
 
     def __call__(self, rows: Rows) -> None:
@@ -96,7 +96,7 @@ class RowFile:
     def _open_next(self) -> None:
         """Opens the next file. It is written before it is mapped; else a full disk would kill the process."""
         self._number, self._next_row, self._window = self._number + 1, 0, None
-        path = _rows_of(self._part, self._number)
+        path = _rows_path(self._part, self._number)
         blank = memoryview(bytes(self._capacity * self._kind.itemsize))
         file = new_file(path, 0o600)  # rows have token ids, from which the texts of users follow
         try:
@@ -162,7 +162,7 @@ class Collector:
         """Reads everything written so far. last: no worker will write anything more."""
         if self._ends is not None:
             self._ended_requests += self._ends.take(last)  # before any row is read: theirs are written by now
-        for path in sorted(folder_of(self._file).glob("*.json")):
+        for path in sorted(parts_folder(self._file).glob("*.json")):
             part = self._parts.setdefault(path, _Part(path))
             model = self._model = self._model or _read_model(path)
             self._assembly = self._assembly or Assembly(model, int(OPEN_SHARE * self._max_bytes))
@@ -251,12 +251,12 @@ def _collecting(
             collector.save(last=True)
             if config.record_routing is not None:
                 collector.sum_up(config.record_routing_share)
-            _clear(folder_of(file))
-            folder_of(file).rmdir()
+            _clear(parts_folder(file))
+            parts_folder(file).rmdir()
             if not file.stat().st_size:  # no request was recorded
                 file.unlink()
         except OSError as error:
-            LOG.warning("%s: %s; what was recorded is in %s", file, error.strerror, folder_of(file))
+            LOG.warning("%s: %s; what was recorded is in %s", file, error.strerror, parts_folder(file))
 
 
 def _keep_up(collector: Collector, stop_event: threading.Event, interval: float, save_every: int) -> None:
@@ -289,7 +289,7 @@ def _capacity(model: RoutedModel) -> int:
     return max(1, WINDOW // model.row.itemsize)
 
 
-def _rows_of(part: Path, number: int) -> Path:
+def _rows_path(part: Path, number: int) -> Path:
     """Example: p.npz.parts/attention-worker-0.1.json, 2 -> p.npz.parts/attention-worker-0.1.000002.rows"""
     return part.with_suffix(f".{number:06}.rows")
 
@@ -301,7 +301,7 @@ def _read_model(part: Path) -> RoutedModel:
 
 def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
     """Yields new rows of a part, file by file."""
-    path = _rows_of(part.path, part.file)
+    path = _rows_path(part.path, part.file)
     while path.is_file():
         rows = np.fromfile(path, model.row, offset=part.next_row * model.row.itemsize)
         blank = np.flatnonzero(rows["request"] == 0)
@@ -312,7 +312,7 @@ def _unread(part: _Part, model: RoutedModel) -> Iterator[Rows]:
             return
         path.unlink()
         part.file, part.next_row = part.file + 1, 0
-        path = _rows_of(part.path, part.file)
+        path = _rows_path(part.path, part.file)
 
 
 def prepare(file: Path, memory: str) -> None:
@@ -322,7 +322,7 @@ def prepare(file: Path, memory: str) -> None:
     """
     try:
         file.open("ab").close()
-        folder = folder_of(file)
+        folder = parts_folder(file)
         folder.mkdir(mode=0o700, exist_ok=True)
         _clear(folder)
         (folder / MEMORY).write_text(memory, encoding="utf-8")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.trace.parts import new_file, order_of, process_of, trace_of
+from moesaic.trace.parts import new_file, process_name, row_order, trace_path
 
 LOG = logging.getLogger(__name__)
 WINDOW = 1 << 20
@@ -45,13 +45,13 @@ class Track:
     """
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
-        """path: from `parts.part_of`. clock: monotonic seconds, the same clock for all processes of a host.
+        """path: from `parts.part_path`. clock: monotonic seconds, the same clock for all processes of a host.
 
         Raises ConfigError if the file cannot be written.
         """
         self.now = clock
         self._path = path
-        self._process = process_of(path)
+        self._process = process_name(path)
         # The viewer shows processes with one parent as threads of it, so their rows stay together.
         self._ids = {"pid": os.getppid(), "tid": os.getpid()}
         self._size = self._offset = 0
@@ -60,7 +60,7 @@ class Track:
             self._window: mmap.mmap | None = self._next_window()
         except OSError as error:
             raise ConfigError.field(
-                "--trace", trace_of(str(path)), f"a file to write into ({error.strerror})"
+                "--trace", trace_path(str(path)), f"a file to write into ({error.strerror})"
             ) from error
         self._write(b"[\n")
         self._name_row()
@@ -104,7 +104,7 @@ class Track:
 
     def _name(self, name: str, ids: Mapping[str, int] | None = None) -> None:
         self._event("M", "thread_name", ids, args={"name": name})
-        self._event("M", "thread_sort_index", ids, args={"sort_index": order_of(self._process)})
+        self._event("M", "thread_sort_index", ids, args={"sort_index": row_order(self._process)})
 
     def _event(self, kind: str, name: str, ids: Mapping[str, int] | None = None, **fields: object) -> None:
         """Writes an event. ids: those of the row, if it is not the first."""

@@ -11,7 +11,7 @@ from tests.support.hosts import soon
 
 from moesaic.config import ExpertServerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.messages import Hold, Holds, JoinJob, Shutdown
+from moesaic.core.messages import Hold, HoldReply, JoinJob, Shutdown
 from moesaic.experts import process
 from moesaic.experts.keeping import KeptExperts
 from moesaic.gpu.nvshmem import symmetric_heap
@@ -35,14 +35,14 @@ class Jobs:
         raise ConfigError("NVSHMEM has no network here")
 
 
-def hold_and_join(config: ExpertServerConfig, place: JoinJob, kept: KeptExperts) -> Holds:
+def hold_and_join(config: ExpertServerConfig, place: JoinJob, kept: KeptExperts) -> HoldReply:
     """The life of a server that gets a place in a job once it has its experts."""
     (ours, theirs), wakeup = stream_pair(), Wakeup()
     here, there = StreamConnection(ours), StreamConnection(theirs, on_message=wakeup.ring)
     with ThreadPoolExecutor(1) as pool, closing(wakeup), closing(there), closing(here):
         running = pool.submit(process.serve, there, config, wakeup, b"", kept)
         here.send(Hold(1, {}, bytes(32)))
-        while not isinstance(found := here.receive(20), Holds):
+        while not isinstance(found := here.receive(20), HoldReply):
             assert found is not None
         here.send(place)
         here.send(Shutdown())

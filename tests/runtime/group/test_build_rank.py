@@ -20,7 +20,7 @@ from moesaic.experts.collectives.one_shot import local_group
 from moesaic.models import files, registry
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, equal_owners, read_owners
-from moesaic.trace.parts import part_of
+from moesaic.trace.parts import part_path
 
 WORKER = WorkerConfig(ModelConfig("demo", threads=1), parallel=ParallelConfig(2))
 
@@ -43,7 +43,7 @@ def profile() -> Profile:
 
 @pytest.mark.parametrize("field", ["trace", "record"])
 def test_what_is_refused_is_what_was_typed(field: str) -> None:
-    config = replace(WORKER, **{field: part_of("some/x.out", "attention worker 0")})
+    config = replace(WORKER, **{field: part_path("some/x.out", "attention worker 0")})
     flag = {"trace": "--trace", "record": "--record-routing"}[field]
     with pytest.raises(ConfigError, match=f"^{flag}: got 'some/x.out'; allowed: nothing with --tensor-par"):
         build_rank.check(config)

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from moesaic.server.openai_responses.body import ResponsesRequest
-from moesaic.server.openai_responses.conversation import chat_of
+from moesaic.server.openai_responses.conversation import make_chat
 from tests.server.conftest import MODEL, Launch, Live, events_of, prompt_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -256,7 +256,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 )
 def test_items_of_one_answer_make_one_message(items: list[Any], merged: list[Any]) -> None:
     body = ResponsesRequest.model_validate({"input": [{"role": "developer", "content": "D"}, *items]})
-    first, *messages = chat_of(body, developers=True).messages
+    first, *messages = make_chat(body, developers=True).messages
     assert first.role == "developer"
     assert [(m.reasoning_content, m.content, len(m.tool_calls or [])) for m in messages] == merged
 

@@ -12,10 +12,10 @@ from llguidance import LLMatcher, LLTokenizer
 from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.testing import byte_tokenizer
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content
-from moesaic.text.parsers.grammar import grammar_of
+from moesaic.text.parsers.grammar import write_grammar
 from moesaic.text.parsers.table import CALLS, REASONING, Formats
 from moesaic.text.structured.grammar import check, json_rule
-from moesaic.text.structured.grammar import grammar_of as structured_grammar
+from moesaic.text.structured.grammar import make_grammar as structured_grammar
 from moesaic.text.tokenizer import Tokenizer
 
 from .answers import (
@@ -80,7 +80,7 @@ def path(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 @pytest.mark.parametrize("name", FORCED)
 def test_a_forced_answer_has_calls_and_nothing_else(name: str, tokenizer: Tokenizer, path: Path) -> None:
     one, two = FORCED[name]
-    forced = grammar_of(CALLS[name], TOOLS, special=tokenizer.special_tokens)
+    forced = write_grammar(CALLS[name], TOOLS, special=tokenizer.special_tokens)
     assert accepts(forced, one, tokenizer, path)
     assert not accepts(forced, f"So. {one}", tokenizer, path)
     assert not accepts(forced, f"{one}.", tokenizer, path)
@@ -88,15 +88,15 @@ def test_a_forced_answer_has_calls_and_nothing_else(name: str, tokenizer: Tokeni
     assert not accepts(forced, "", tokenizer, path)
     if two is not None:
         assert accepts(forced, two, tokenizer, path)
-        single = grammar_of(CALLS[name], TOOLS, parallel=False, special=tokenizer.special_tokens)
+        single = write_grammar(CALLS[name], TOOLS, parallel=False, special=tokenizer.special_tokens)
         assert accepts(single, one, tokenizer, path) and not accepts(single, two, tokenizer, path)
-    named = grammar_of(CALLS[name], TOOLS[1:], special=tokenizer.special_tokens)
+    named = write_grammar(CALLS[name], TOOLS[1:], special=tokenizer.special_tokens)
     assert not accepts(named, one, tokenizer, path)
 
 
 @pytest.mark.parametrize("name", FORCED)
 def test_an_answer_has_calls_or_a_form(name: str, tokenizer: Tokenizer, path: Path) -> None:
-    around = grammar_of(CALLS[name], TOOLS, special=tokenizer.special_tokens, or_form=True)
+    around = write_grammar(CALLS[name], TOOLS, special=tokenizer.special_tokens, or_form=True)
     form = StructuredOutputsParams(json={"enum": [7]}, around=around)
     check(form, tokenizer.special_tokens)
     either = structured_grammar(form, tokenizer.special_tokens)
@@ -110,7 +110,7 @@ def test_an_answer_has_calls_or_a_form(name: str, tokenizer: Tokenizer, path: Pa
 @pytest.mark.parametrize("name", FORCED)
 def test_forced_arguments_follow_the_schema(name: str, tokenizer: Tokenizer, path: Path) -> None:
     one = FORCED[name][0]
-    forced = grammar_of(CALLS[name], TOOLS, special=tokenizer.special_tokens)
+    forced = write_grammar(CALLS[name], TOOLS, special=tokenizer.special_tokens)
     wrong = one.replace('"days": 2', '"days": "two"').replace("\n2\n", "\ntwo\n").replace(">2<", ">two<")
     assert wrong != one and not accepts(forced, wrong, tokenizer, path)
     missing = one.replace('"city": "Bern", ', "").replace("<parameter=city>\nBern\n</parameter>\n", "")
@@ -136,12 +136,12 @@ def test_the_parser_reads_what_its_grammar_allows(name: str) -> None:
 def test_reasoning_may_come_before(name: str, tokenizer: Tokenizer, path: Path) -> None:
     one = FORCED[name][0]
     if name == "openai":
-        forced = grammar_of(CALLS[name], TOOLS, special=tokenizer.special_tokens)
+        forced = write_grammar(CALLS[name], TOOLS, special=tokenizer.special_tokens)
         assert accepts(forced, f"{ANALYSIS}<|start|>assistant{one}", tokenizer, path)
         return
     tags = REASONING["qwen3"]
     may, must = (
-        grammar_of(CALLS[name], TOOLS, tags=tags, in_reasoning=inside, special=tokenizer.special_tokens)
+        write_grammar(CALLS[name], TOOLS, tags=tags, in_reasoning=inside, special=tokenizer.special_tokens)
         for inside in (False, True)
     )
     assert accepts(may, one, tokenizer, path)
@@ -154,7 +154,7 @@ def test_reasoning_may_come_before(name: str, tokenizer: Tokenizer, path: Path) 
 def test_white_space_in_arguments_is_bounded(name: str, tokenizer: Tokenizer, path: Path) -> None:
     schema = {"type": "object", "properties": {"where": {"type": "object"}}, "required": ["where"]}
     tools = ({"type": "function", "function": {"name": "f", "parameters": schema}},)
-    forced = grammar_of(CALLS[name], tools, special=tokenizer.special_tokens, json_rule=json_rule)
+    forced = write_grammar(CALLS[name], tools, special=tokenizer.special_tokens, json_rule=json_rule)
     text = {
         "hermes": '<tool_call>\n{"name": "f", "arguments": {"where": {__}}}\n</tool_call>',
         "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>" + '{"where": {__}}',
@@ -202,7 +202,7 @@ def test_any_form_may_come_after_reasoning(
 def test_choices_among_texts_are_forced_in_xml(tokenizer: Tokenizer, path: Path) -> None:
     schema = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
     tools = ({"type": "function", "function": {"name": "f", "parameters": schema}},)
-    forced = grammar_of(CALLS["qwen3_coder"], tools, special=tokenizer.special_tokens)
+    forced = write_grammar(CALLS["qwen3_coder"], tools, special=tokenizer.special_tokens)
     text = "<tool_call>\n<function=f>\n<parameter=unit>\n{}\n</parameter>\n</function>\n</tool_call>"
     assert accepts(forced, text.format("C"), tokenizer, path)
     assert not accepts(forced, text.format("K"), tokenizer, path)

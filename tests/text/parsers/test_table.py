@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moesaic.core.errors import ConfigError
-from moesaic.text.parsers.table import CALLS, REASONING, check_parsers, formats_of
+from moesaic.text.parsers.table import CALLS, REASONING, check_parsers, detect_formats
 
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
@@ -33,17 +33,17 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
     ],
 )
 def test_a_template_tells_the_parsers(template: str, calls: str | None, reasoning: str | None) -> None:
-    found = formats_of(template + TOOLS)
+    found = detect_formats(template + TOOLS)
     assert (found.calls, found.reasoning, found.takes_tools) == (calls, reasoning, True)
-    assert not formats_of(template).takes_tools
-    other = formats_of(template, "none", "none")
+    assert not detect_formats(template).takes_tools
+    other = detect_formats(template, "none", "none")
     assert (other.calls, other.reasoning) == (None, None)
-    named = formats_of(template, "kimi_k2", "deepseek_r1")
+    named = detect_formats(template, "kimi_k2", "deepseek_r1")
     assert (named.calls, named.reasoning) == ("kimi_k2", "deepseek_r1")
 
 
 def test_a_model_without_a_template() -> None:
-    assert formats_of(None).parser((), False) is None
+    assert detect_formats(None).parser((), False) is None
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_model_without_a_template() -> None:
     ],
 )
 def test_templates_that_join_arguments_get_texts(template: str, as_text: bool) -> None:
-    assert formats_of(template).text_arguments is as_text
+    assert detect_formats(template).text_arguments is as_text
 
 
 def test_names_are_checked() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.text.parsers.values import json_of, parameters_of, types_of
+from moesaic.text.parsers.values import find_parameters, find_types, write_json
 
 from .answers import TOOLS
 
@@ -43,18 +43,18 @@ def schema(one: Any, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_value_has_a_type_of_its_schema(one: Any, text: str, found: str) -> None:
-    types = types_of(schema(one, **{"$defs": {"n": {"type": "integer"}}}), "x")
-    assert json_of(text, types) == found
+    types = find_types(schema(one, **{"$defs": {"n": {"type": "integer"}}}), "x")
+    assert write_json(text, types) == found
     json.loads(found)
 
 
 def test_what_no_tool_says_has_no_type() -> None:
-    assert types_of(parameters_of(TOOLS, "get_weather"), "city") == {"string"}
-    assert types_of(parameters_of(TOOLS, "get_weather"), "other") == set()
-    assert parameters_of(TOOLS, "other") == {} == parameters_of(TOOLS, "now")
-    assert types_of({"properties": 5}, "x") == types_of({"properties": {"x": [1]}}, "x") == set()
+    assert find_types(find_parameters(TOOLS, "get_weather"), "city") == {"string"}
+    assert find_types(find_parameters(TOOLS, "get_weather"), "other") == set()
+    assert find_parameters(TOOLS, "other") == {} == find_parameters(TOOLS, "now")
+    assert find_types({"properties": 5}, "x") == find_types({"properties": {"x": [1]}}, "x") == set()
 
 
 def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
     own = {"anyOf": [{"$ref": "#/properties/x"}] * 50 + [{"type": "integer"}]}
-    assert types_of(schema(own), "x") == {"integer"}
+    assert find_types(schema(own), "x") == {"integer"}

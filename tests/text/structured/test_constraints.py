@@ -16,7 +16,7 @@ from moesaic.kernels.table import REFERENCE
 from moesaic.runtime.sampling.sampler import Sampler
 from moesaic.text.structured import constraints
 from moesaic.text.structured.constraints import Constraints
-from moesaic.text.structured.grammar import grammar_of
+from moesaic.text.structured.grammar import make_grammar
 from moesaic.text.structured.vocabulary import Vocabulary
 
 END, WIDTH = 256, 260
@@ -24,7 +24,7 @@ VOCABULARY = Vocabulary([*(bytes([byte]) for byte in range(256)), b"<end>"], fro
 
 
 def request(number: int, regex: str = "", **params: object) -> Request:
-    grammar = grammar_of(StructuredOutputsParams(regex=regex), {}) if regex else ""
+    grammar = make_grammar(StructuredOutputsParams(regex=regex), {}) if regex else ""
     own = SamplingParams(**{"temperature": 0.0, "seed": number, **params})  # type: ignore[arg-type]
     return Request(number, [1, 2, 3], own, (END,), grammar=grammar)
 

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 
 from moesaic.core.errors import RequestError
 from moesaic.core.structured_outputs import MOST_CHARACTERS, StructuredOutputsParams
-from moesaic.text.structured.grammar import check, grammar_of, literal
+from moesaic.text.structured.grammar import check, literal, make_grammar
 from moesaic.text.structured.token_filter import GrammarFilter
 from moesaic.text.structured.vocabulary import Vocabulary
 
@@ -46,7 +46,7 @@ def accepts(text: str, **form: Any) -> bool:
     """Whether an answer of the form can be `text` and nothing else."""
     params = StructuredOutputsParams(**form)
     check(params, SPECIAL)
-    matcher = LLMatcher(VOCABULARY.build_tokenizer(WIDTH, (256,)), grammar_of(params, SPECIAL))
+    matcher = LLMatcher(VOCABULARY.build_tokenizer(WIDTH, (256,)), make_grammar(params, SPECIAL))
     found = GrammarFilter(matcher, WIDTH)
     return found.valid(ids(text)) == len(ids(text)) and found.accept(ids(text)) and found.valid([256]) == 1
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 
 from moesaic.core.structured_outputs import StructuredOutputsParams
-from moesaic.text.structured.grammar import grammar_of
+from moesaic.text.structured.grammar import make_grammar
 from moesaic.text.structured.token_filter import GrammarFilter, Masks
 from moesaic.text.structured.vocabulary import Vocabulary
 
@@ -29,7 +29,7 @@ Build = Callable[[], GrammarFilter]
 @pytest.fixture(scope="module")
 def build() -> Build:
     tokenizer = VOCABULARY.build_tokenizer(WIDTH, (END,))
-    grammar = grammar_of(StructuredOutputsParams(json=SCHEMA), {})
+    grammar = make_grammar(StructuredOutputsParams(json=SCHEMA), {})
     return lambda: GrammarFilter(LLMatcher(tokenizer, grammar), WIDTH)
 
 
@@ -103,7 +103,7 @@ def test_after_a_token_that_is_not_allowed_nothing_is(build: Build) -> None:
 
 
 def test_a_form_beyond_the_limits_allows_nothing() -> None:
-    grammar = grammar_of(StructuredOutputsParams(grammar='start: x*\nx: "a" x? "b"? | "a" "b" x | x x'), {})
+    grammar = make_grammar(StructuredOutputsParams(grammar='start: x*\nx: "a" x? "b"? | "a" "b" x | x x'), {})
     tokenizer, limits = VOCABULARY.build_tokenizer(WIDTH, (END,)), LLParserLimits(step_max_items=3)
     one = GrammarFilter(LLMatcher(tokenizer, grammar, log_level=0, limits=limits), WIDTH)
     assert allowed(one.masks(), 0) == []

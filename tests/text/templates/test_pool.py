@@ -19,7 +19,7 @@ from tests.support.processes import gone
 
 import moesaic
 from moesaic.core.errors import RendererError, RequestError, TemplateError
-from moesaic.text.templates.pool import AT_ONCE, Renderers
+from moesaic.text.templates.pool import MAX_RENDERINGS, Renderers
 from moesaic.text.templates.renderer import Limits
 
 pytestmark = pytest.mark.slow
@@ -153,15 +153,15 @@ def test_several_conversations_are_rendered_at_once(start: Callable[..., Rendere
         texts = list(threads.map(lambda number: pool.render(said(str(number))), range(300)))
     assert texts == list(map(str, range(300)))
     until(lambda: not pool._starting)
-    assert 2 <= len(pool._warm) <= AT_ONCE + 1
+    assert 2 <= len(pool._warm) <= MAX_RENDERINGS + 1
 
 
 def test_conversations_that_come_together_get_a_process_each(start: Callable[..., Renderers]) -> None:
     """None of them is given back, so each needs a process of its own."""
     pool = start("x")
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        taken = [each.result(60) for each in [threads.submit(pool._take) for _ in range(AT_ONCE)]]
-    assert len(set(map(id, taken))) == AT_ONCE
+    with ThreadPoolExecutor(MAX_RENDERINGS) as threads:
+        taken = [each.result(60) for each in [threads.submit(pool._take) for _ in range(MAX_RENDERINGS)]]
+    assert len(set(map(id, taken))) == MAX_RENDERINGS
 
 
 def busy(pool: Renderers) -> list[int]:

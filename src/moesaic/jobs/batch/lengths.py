@@ -16,8 +16,8 @@ from moesaic.jobs.batch.lines import Key, read
 from moesaic.planning import Job
 from moesaic.server.prompts import plain_messages
 from moesaic.server.requests import ChatRequest
-from moesaic.server.tools import variables_of
-from moesaic.text.parsers.table import formats_of
+from moesaic.server.tools import make_variables
+from moesaic.text.parsers.table import detect_formats
 from moesaic.text.tokenizer import Tokenizer
 
 SAMPLE_LINES = 2000
@@ -104,9 +104,9 @@ def _lengths(line: Line, tokenizer: Tokenizer, limit: int) -> list[tuple[int, in
 def _count_chat_tokens(body: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     """The prompt tokens of a chat. Raises ValueError, TypeError or RequestError if it will be refused."""
     chat = ChatRequest.model_validate({name: body[name] for name in _IN_PROMPT if name in body})
-    formats = formats_of(tokenizer.chat_template)
+    formats = detect_formats(tokenizer.chat_template)
     messages = plain_messages(chat.messages, formats)
-    return len(tokenizer.chat(messages, **variables_of(chat, formats)))
+    return len(tokenizer.chat(messages, **make_variables(chat, formats)))
 
 
 def _read_limit(body: Mapping[str, Any]) -> Any:

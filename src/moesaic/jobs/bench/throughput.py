@@ -20,7 +20,7 @@ from moesaic.jobs.bench.options import ThroughputBench
 from moesaic.jobs.bench.plan import random_items
 from moesaic.jobs.bench.workload import Item
 from moesaic.llm import LLM, Completion
-from moesaic.trace.parts import collecting, part_of
+from moesaic.trace.parts import collecting, part_path
 
 
 class Generator(Protocol):
@@ -87,7 +87,7 @@ def run(
     terminal, name = console or Console(stderr=True), worker.model.model
     with collecting(worker.trace):
         with terminal.status(f"loading {name}"):
-            trace = part_of(worker.trace, "attention worker 0")
+            trace = part_path(worker.trace, "attention worker 0")
             llm = LLM(name, seed=options.seed, trace=trace, **_settings(worker))
         check_fits(options, llm.info.max_model_len)
         return measure(llm, options, name, llm.info.vocab_size, terminal, clock)

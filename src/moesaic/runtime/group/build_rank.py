@@ -61,7 +61,7 @@ from moesaic.runtime.model_loading import (
     read_expert_layout,
     select_device,
 )
-from moesaic.trace.parts import trace_of
+from moesaic.trace.parts import trace_path
 
 _CACHE_SIZE = struct.Struct("<3q")
 """A CacheSize, which the first rank announces."""
@@ -81,8 +81,8 @@ def check(config: WorkerConfig) -> None:
         ("--schedule", scheduler.schedule, "lockstep"),
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
-        ("--trace", trace_of(config.trace), None),
-        ("--record-routing", trace_of(config.record), None),
+        ("--trace", trace_path(config.trace), None),
+        ("--record-routing", trace_path(config.record), None),
     ):
         if value != allowed_value:
             allowed_text = "nothing" if allowed_value is None else str(allowed_value)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from moesaic.core.errors import RequestError
-from moesaic.server.anthropic.errors import error_of
+from moesaic.server.anthropic.errors import make_anthropic_error
 from moesaic.server.blocks import Block, BlockEnd, BlockEvent, BlockStart, Finish, Piece, collect
 from moesaic.server.errors import Problem
 from moesaic.server.events import NamedEvent
@@ -102,7 +102,7 @@ class MessageWriter:
                 case Finish():
                     reason, sequence = _stop(event)
                     delta = {"stop_reason": reason, "stop_sequence": sequence}
-                    usage = _usage_of(event)
+                    usage = _make_usage(event)
                     yield NamedEvent("message_delta", {"delta": delta, "usage": usage.model_dump()})
         yield NamedEvent("message_stop", {})
 
@@ -110,12 +110,12 @@ class MessageWriter:
         """The complete answer."""
         answer_blocks, finish = await collect(blocks)
         return self._message(
-            [_complete_block(block) for block in answer_blocks], *_stop(finish), _usage_of(finish)
+            [_complete_block(block) for block in answer_blocks], *_stop(finish), _make_usage(finish)
         )
 
     def make_error_event(self, problem: Problem) -> NamedEvent:
         """The event of an error."""
-        return NamedEvent("error", error_of(problem.status_code, problem.detail))
+        return NamedEvent("error", make_anthropic_error(problem.status_code, problem.detail))
 
     def _message(
         self,
@@ -188,7 +188,7 @@ def _stop(finish: Finish) -> tuple[StopReason, str | None]:
     return "end_turn", None
 
 
-def _usage_of(finish: Finish) -> MessageUsage:
+def _make_usage(finish: Finish) -> MessageUsage:
     usage = finish.usage
     return _usage(usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens)
 

@@ -19,7 +19,7 @@ NAMES = (
 )
 """Fields of a chat, and their names here."""
 
-_NEEDED = {
+_REQUIRED_FIELDS = {
     "text": ("text",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
@@ -28,10 +28,10 @@ _NEEDED = {
 }
 _ROLES = {"tool_use": "assistant", "tool_result": "user", "thinking": "assistant"}
 _PARTS = "text", "tool_use", "thinking"
-_FAILED = "Error: "
+_ERROR_PREFIX = "Error: "
 
 
-def chat_of(body: CountRequest, reasons: bool) -> chat.ChatRequest:
+def make_chat(body: CountRequest, reasons: bool) -> chat.ChatRequest:
     """The chat that `body` describes. Raises RequestError, naming the field.
 
     reasons: the model's reasoning is told apart. Otherwise a budget for it asks for nothing.
@@ -117,7 +117,9 @@ def _call(block: Block) -> chat.ToolCall:
 def _result(block: Block) -> chat.Message:
     text = _text(block.content or "")
     return chat.Message(
-        role="tool", tool_call_id=block.tool_use_id, content=f"{_FAILED}{text}" if block.is_error else text
+        role="tool",
+        tool_call_id=block.tool_use_id,
+        content=f"{_ERROR_PREFIX}{text}" if block.is_error else text,
     )
 
 
@@ -127,7 +129,7 @@ def _text(content: str | Sequence[TextPart]) -> str:
 
 def _require_fields(block: Block, role: str, path: str) -> None:
     """Raise RequestError where a block lacks a field of its type, or stands in the wrong turn."""
-    for name in _NEEDED[block.type]:
+    for name in _REQUIRED_FIELDS[block.type]:
         if getattr(block, name) is None:
             raise RequestError(f"{path}.{name}: missing; a {block.type} block has one", "messages")
     required_role = _ROLES.get(block.type, role)

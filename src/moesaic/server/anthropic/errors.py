@@ -35,7 +35,7 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorDetail
 
 
-def error_of(status: int, message: str) -> dict[str, Any]:
+def make_anthropic_error(status: int, message: str) -> dict[str, Any]:
     """What an error with this HTTP status says, apart from its own type "error"."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"error": {"type": kind, "message": message}}

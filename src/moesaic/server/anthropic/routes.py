@@ -8,7 +8,7 @@ from starlette.responses import Response
 from moesaic.server.adaptors import deliver, translate_fields
 from moesaic.server.anthropic.answer import MessageAnswer, MessageWriter, TokenCount
 from moesaic.server.anthropic.body import CountRequest, MessagesRequest
-from moesaic.server.anthropic.conversation import NAMES, chat_of
+from moesaic.server.anthropic.conversation import NAMES, make_chat
 from moesaic.server.anthropic.errors import AnthropicError
 from moesaic.server.chat import open_chat
 from moesaic.server.documentation import GENERATION_STATUSES, describe_named_events, errors
@@ -31,7 +31,7 @@ async def create_message(body: MessagesRequest, request: Request, service: Servi
     """Answer a conversation in Anthropic's form."""
     service.fields.check(body, request)
     with translate_fields(NAMES):
-        conversation = chat_of(body, service.formats.reasoning is not None)
+        conversation = make_chat(body, service.formats.reasoning is not None)
         chat = await open_chat(conversation, request.receive, service, fit=True)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
@@ -46,7 +46,7 @@ async def count_tokens(body: CountRequest, request: Request, service: Serving) -
     service.require_model(body.model)
     service.fields.check(body, request)
     with translate_fields(NAMES):
-        chat = chat_of(body, service.formats.reasoning is not None)
+        chat = make_chat(body, service.formats.reasoning is not None)
         callable_tools(chat, service.formats)
         prompt = await run_until_disconnect(
             request.receive, chat_prompt(chat.messages, chat, service, any_length=True)

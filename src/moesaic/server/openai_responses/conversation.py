@@ -17,7 +17,7 @@ NAMES = (
 )
 """Fields of a chat, and their names here."""
 
-_NEEDED = {
+_REQUIRED_FIELDS = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
@@ -26,7 +26,7 @@ _NEEDED = {
 _LOGPROBS = "message.output_text.logprobs"
 
 
-def chat_of(body: ResponsesRequest, developers: bool) -> chat.ChatRequest:
+def make_chat(body: ResponsesRequest, developers: bool) -> chat.ChatRequest:
     """The chat that `body` describes. Raises RequestError, naming the field.
 
     developers: the chat template knows the role `developer`. Otherwise it becomes `system`.
@@ -145,7 +145,7 @@ def _text(content: str | Sequence[Part] | None) -> str:
 
 def _require_fields(item: Item, path: str) -> None:
     """Raise RequestError where an item lacks a field of its type."""
-    for name in _NEEDED[_kind(item)]:
+    for name in _REQUIRED_FIELDS[_kind(item)]:
         if getattr(item, name) is None:
             raise RequestError(f"{path}.{name}: missing; a {_kind(item)} has one", "input")
 

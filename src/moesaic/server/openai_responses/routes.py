@@ -12,7 +12,7 @@ from moesaic.server.events import CLIENT_GONE
 from moesaic.server.json_body import StrictJsonRoute
 from moesaic.server.openai_responses.answer import ResponseWriter
 from moesaic.server.openai_responses.body import ResponsesRequest
-from moesaic.server.openai_responses.conversation import NAMES, chat_of
+from moesaic.server.openai_responses.conversation import NAMES, make_chat
 from moesaic.server.openai_responses.objects import ResponseAnswer
 from moesaic.server.service import Serving
 
@@ -28,7 +28,7 @@ async def create_response(body: ResponsesRequest, request: Request, service: Ser
     service.fields.check(body, request)
     developers = "developer" in (service.tokenizer.chat_template or "")
     with translate_fields(NAMES):
-        chat = await open_chat(chat_of(body, developers), request.receive, service, fit=True)
+        chat = await open_chat(make_chat(body, developers), request.receive, service, fit=True)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
     writer = ResponseWriter(body, service.model_name, chat.params, service.now)

@@ -91,10 +91,10 @@ class AnswerParser:
 
     def _reasoning(self, close: str) -> Steps[None]:
         """Read reasoning up to `close`, or up to a call that ends it. White space around it is left out."""
-        trimmed = TrimmedText(Reasoning, BLANK)
+        trimmed_text = TrimmedText(Reasoning, BLANK)
         call_marks = () if self._calls is None else self._calls.ends_reasoning
-        mark = yield from self._reader.read_until((close, *call_marks), trimmed)
+        mark = yield from self._reader.read_until((close, *call_marks), trimmed_text)
         if not mark:
-            yield from trimmed.flush()
+            yield from trimmed_text.flush()
         elif mark != close:
             self._reader.unread(mark)

@@ -69,18 +69,18 @@ class CallParser(ABC):
 
         text_end: the end of the text is an end, too. Without any JSON the arguments are an empty object.
         """
-        trimmed = TrimmedText(lambda text: Arguments(call.index, text), BLANK)
+        trimmed_text = TrimmedText(lambda text: Arguments(call.index, text), BLANK)
         has_text = False
 
         def pass_on(text: str) -> list[Event]:
             nonlocal has_text
-            events = trimmed(text)
+            events = trimmed_text(text)
             has_text = has_text or bool(events)
             return events
 
         mark = yield from reader.read_until(ends, pass_on)
         if not mark and not text_end:
-            yield from trimmed.flush()
+            yield from trimmed_text.flush()
             return mark
         if not has_text:
             yield Arguments(call.index, "{}")

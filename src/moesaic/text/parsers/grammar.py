@@ -18,7 +18,7 @@ from moesaic.text.parsers.harmony import Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
 from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2, TokenCalls
-from moesaic.text.parsers.values import Tools, parameters_of, types_of
+from moesaic.text.parsers.values import Tools, find_parameters, find_types
 
 _NEWLINE = r"\n"
 _NEWLINES = r"/\n*/"
@@ -51,8 +51,8 @@ class Grammar:
         """Add a rule and return its name. Raises RequestError for a grammar that is too large."""
         self._size += len(body)
         if self._size > MOST_CHARACTERS:
-            what = f"the grammar of their schemas has more than {MOST_CHARACTERS} characters"
-            raise RequestError(f"tools: {what}", "tools")
+            reason = f"the grammar of their schemas has more than {MOST_CHARACTERS} characters"
+            raise RequestError(f"tools: {reason}", "tools")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{form}: {body}")
         return name
@@ -83,7 +83,7 @@ class Grammar:
         return "\n".join([self._rules[0], f"start: {start}", *self._rules[1:], ""])
 
 
-def grammar_of(
+def write_grammar(
     parser: type[CallParser],
     tools: Tools,
     *,
@@ -114,7 +114,7 @@ def after_reasoning(
 ) -> str:
     """The grammar of an answer with @form after its reasoning. Empty if the answer has no reasoning.
 
-    channels: the model is gpt-oss. The others: see `grammar_of`.
+    channels: the model is gpt-oss. The others: see `write_grammar`.
     """
     grammar = Grammar(special, any_json)
     if channels:
@@ -132,7 +132,7 @@ def _names(tools: Tools) -> list[str]:
 
 def _schema(tools: Tools, name: str) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object."""
-    return {"type": "object", **parameters_of(tools, name)}
+    return {"type": "object", **find_parameters(tools, name)}
 
 
 def _add_choice(grammar: Grammar, bodies: Sequence[str]) -> str:
@@ -242,7 +242,7 @@ def _argument(
     end = newline + parser.value[1]
     value_schema = schema["properties"][key]
     values = value_schema.get("enum") if isinstance(value_schema, Mapping) else None
-    types = types_of(schema, key)
+    types = find_types(schema, key)
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         choices = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
         body = f"({choices}) {grammar.exactly(end)}"

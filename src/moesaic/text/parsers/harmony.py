@@ -77,16 +77,16 @@ class Harmony(CallParser):
             return (yield from self._raw(reader, call, _ENDS, text_end=True))
         self.thinking = channel == "analysis"
         kind = Reasoning if self.thinking and self._splits else Content
-        trimmed, first = TrimmedText(kind), self._texts.get(kind, 0) > 0
+        trimmed_text, first = TrimmedText(kind), self._texts.get(kind, 0) > 0
 
         def pass_on(text: str) -> list[Event]:
             nonlocal first
             # Messages of one kind become one text, so a newline stands between them.
             break_, first = "\n" if first else "", False
-            return trimmed(break_ + text)
+            return trimmed_text(break_ + text)
 
         mark = yield from reader.read_until(_ENDS, pass_on)
-        yield from trimmed.flush()
+        yield from trimmed_text.flush()
         self._texts[kind] = self._texts.get(kind, 0) + 1
         self.thinking = False
         return mark

@@ -14,7 +14,7 @@ from typing import Any
 from moesaic.core.errors import ConfigError
 from moesaic.text.parsers.answer import AnswerParser, Tags
 from moesaic.text.parsers.calls import CallParser, Span
-from moesaic.text.parsers.grammar import after_reasoning, grammar_of
+from moesaic.text.parsers.grammar import after_reasoning, write_grammar
 from moesaic.text.parsers.harmony import ANALYSIS, Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
 from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
@@ -73,11 +73,14 @@ _REASONING_MARKS = (
     ("qwen3", ("<think>",)),
     ("mistral", ("[THINK]",)),
 )
-_BEFORE, _BEHIND = r"\b{0}['\"]?\]?\s*\+", r"\+\s*[\w.\[\]'\"]*\b{0}\b['\"]?\]?(?!['\"\]]|\s*\|)"
+_NAME_THEN_PLUS, _PLUS_THEN_NAME = (
+    r"\b{0}['\"]?\]?\s*\+",
+    r"\+\s*[\w.\[\]'\"]*\b{0}\b['\"]?\]?(?!['\"\]]|\s*\|)",
+)
 # A template that adds `arguments` to a text by + needs them as a text. The same holds for descriptions.
-_JOINED = re.compile(f"{_BEFORE}|{_BEHIND}".format("arguments"))
-_TAKES_BOTH = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?string")
-_DESCRIBED = re.compile(f"{_BEFORE}|{_BEHIND}".format("description"))
+_ARGUMENTS_ADDED = re.compile(f"{_NAME_THEN_PLUS}|{_PLUS_THEN_NAME}".format("arguments"))
+_ARGUMENT_CHECK = re.compile(r"\barguments['\"]?\]?\s+is\s+(not\s+)?string")
+_DESCRIPTION_ADDED = re.compile(f"{_NAME_THEN_PLUS}|{_PLUS_THEN_NAME}".format("description"))
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,8 @@ class Formats:
         return Span(tags.open, (tags.close, *reasoning_ends), in_reasoning or tags.starts_open)
 
     def write_call_grammar(self, tools: Tools, **options: Any) -> str:
-        """The grammar of an answer that calls at least one of `tools`. options: of grammar_of."""
-        return grammar_of(CALLS[self.calls or ""], tools, tags=self.tags, **options)
+        """The grammar of an answer that calls at least one of `tools`. options: of write_grammar."""
+        return write_grammar(CALLS[self.calls or ""], tools, tags=self.tags, **options)
 
     def after_reasoning(self, in_reasoning: bool, special: Mapping[str, int]) -> str:
         """The grammar of an answer with @form after its reasoning; empty if it has none."""
@@ -151,15 +154,15 @@ class Formats:
         return None if tools is None or self.calls is None else CALLS[self.calls](tools)
 
 
-def formats_of(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -> Formats:
+def detect_formats(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -> Formats:
     """The formats of a model with this chat template. calls, reasoning: as `check_parsers` allows them."""
     text = template or ""
     return Formats(
         calls=_detect_parser(text, _CALL_MARKS) if calls == AUTO else _parser_or_none(calls),
         reasoning=_detect_parser(text, _REASONING_MARKS) if reasoning == AUTO else _parser_or_none(reasoning),
         takes_tools=re.search(r"\btools\b", text) is not None,
-        text_arguments=_JOINED.search(text) is not None and _TAKES_BOTH.search(text) is None,
-        text_descriptions=_DESCRIBED.search(text) is not None,
+        text_arguments=_ARGUMENTS_ADDED.search(text) is not None and _ARGUMENT_CHECK.search(text) is None,
+        text_descriptions=_DESCRIPTION_ADDED.search(text) is not None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from moesaic.text.parsers.calls import MarkedCalls
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Event, MalformedText, Steps
 from moesaic.text.parsers.reader import BLANK, Reader, read_literal, read_one_of, read_up_to, skip_blank
-from moesaic.text.parsers.values import json_of, parameters_of, types_of
+from moesaic.text.parsers.values import find_parameters, find_types, write_json
 
 
 class TaggedCalls(MarkedCalls):
@@ -60,10 +60,10 @@ class TaggedCalls(MarkedCalls):
 
     def _arguments(self, reader: Reader, call: CallStart) -> Steps[None]:
         """Read the values and further keys of a call, up to its end."""
-        schema, separator, key = parameters_of(self._tools, call.name), "{", self._key
+        schema, separator, key = find_parameters(self._tools, call.name), "{", self._key
         while key is not None:
             yield Arguments(call.index, f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-            writer = _Value(call.index, types_of(schema, key), self.own_lines)
+            writer = _Value(call.index, find_types(schema, key), self.own_lines)
             key = yield from self._value(reader, writer)
             yield from writer.flush()
             if not writer.has_ended:
@@ -136,7 +136,7 @@ class _Value:
             quotes = '"' if self._open else '""'
             return self._make_events(quotes if self.has_ended else "")
         text = "".join(self._text)
-        return self._make_events(json_of(text, self._types) if self.has_ended else text)
+        return self._make_events(write_json(text, self._types) if self.has_ended else text)
 
     def _make_events(self, text: str) -> list[Event]:
         return [Arguments(self._index, text)] if text else []

@@ -19,7 +19,7 @@ _TYPES: dict[type, tuple[str, ...]] = {
 }
 
 
-def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
+def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
     """The JSON schema of a tool's arguments; empty if the tool or its schema is unknown."""
     for tool in tools:
         function = tool.get("function")
@@ -28,7 +28,7 @@ def parameters_of(tools: Tools, name: str) -> Mapping[str, Any]:
     return {}
 
 
-def types_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
+def find_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that the schema allows for argument `key`. Empty if it does not say."""
     schemas = [_mapping(parameters.get("properties")).get(key)]
     types, seen_paths = set[str](), set[str]()
@@ -45,7 +45,7 @@ def types_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     return frozenset(types)
 
 
-def json_of(text: str, types: frozenset[str]) -> str:
+def write_json(text: str, types: frozenset[str]) -> str:
     """The JSON of an argument that was written as `text`: JSON of one of the types, else a string.
 
     Examples: "42" of type integer -> 42; "42" of type string -> "42"; "yes" of type boolean -> "yes", which

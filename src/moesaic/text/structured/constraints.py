@@ -159,7 +159,11 @@ class Constraints:
         """Begin to compute the next masks. One job has all of a step: each job costs a change of threads."""
         constraint_list = list(constraints)
         bound = [constraint for constraint in constraint_list if constraint.filter.restricts]
-        job = self._masker.submit(_masks_of, [constraint.filter for constraint in bound]) if bound else None
+        job = (
+            self._masker.submit(_compute_masks, [constraint.filter for constraint in bound])
+            if bound
+            else None
+        )
         places = {id(constraint): place for place, constraint in enumerate(bound)}
         for constraint in constraint_list:
             constraint.next = (
@@ -176,6 +180,6 @@ class Constraints:
         return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
 
 
-def _masks_of(filters: Sequence[TokenFilter]) -> list[Masks]:
+def _compute_masks(filters: Sequence[TokenFilter]) -> list[Masks]:
     """The masks of the next tokens, each [1, words]."""
     return [token_filter.masks() for token_filter in filters]

@@ -27,10 +27,10 @@ FORMATS = frozenset(
 """Formats of JSON Schema that an answer keeps to."""
 _VALUES = ("const", "default", "enum", "examples")
 """Keywords whose contents are values and not schemas."""
-_SHOWN = 300
+_MAX_ERROR_CHARACTERS = 300
 
 
-def grammar_of(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
+def make_grammar(params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
     """llguidance's grammar of an answer.
 
     special: text -> id of the tokenizer's special tokens, which text alone does not match. Raises
@@ -81,11 +81,11 @@ def _nest_form(outer_grammar: str, form: str) -> str:
 def check(params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
     """Raises RequestError, naming the field, if a form is not valid or too large.
 
-    It takes up to some hundred milliseconds for a large form. special: as in `grammar_of`.
+    It takes up to some hundred milliseconds for a large form. special: as in `make_grammar`.
     """
     tokenizer = _bytes_and(tuple(special.items()))
     error, messages = LLMatcher.validate_grammar_with_warnings(
-        grammar_of(params, special), tokenizer, limits=limits()
+        make_grammar(params, special), tokenizer, limits=limits()
     )
     if error:
         raise _make_error(params.kind, messages[0])
@@ -216,4 +216,4 @@ def _parse_json(name: str, text: str) -> Any:
 
 def _make_error(name: str, reason: str) -> RequestError:
     field = f"structured_outputs.{name}"
-    return RequestError(f"{field}: {' '.join(reason.split())[:_SHOWN]}", field)
+    return RequestError(f"{field}: {' '.join(reason.split())[:_MAX_ERROR_CHARACTERS]}", field)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesaic.core.reasoning import ReasoningBudget
-from moesaic.text.structured.token_filter import Masks, TokenFilter, is_token_allowed, words_of
+from moesaic.text.structured.token_filter import Masks, TokenFilter, count_words, is_token_allowed
 
 
 class _Phase(enum.Enum):
@@ -33,7 +33,7 @@ class _State(NamedTuple):
     """The last tokens, fewer than those of the end."""
 
 
-_BEHIND = _State(_Phase.AFTER_REASONING)
+_FINISHED_STATE = _State(_Phase.AFTER_REASONING)
 
 
 class BudgetFilter:
@@ -52,7 +52,7 @@ class BudgetFilter:
         self._opening = budget.opening.encode()
         self._endings = tuple(text.encode() for text in budget.endings)
         self._longest = max(map(len, self._endings))
-        self._full_mask = np.zeros(words_of(width), dtype=np.int32)
+        self._full_mask = np.zeros(count_words(width), dtype=np.int32)
         self._full_mask.view(np.uint8)[: (width + 7) // 8] = np.packbits(
             np.ones(width, np.uint8), bitorder="little"
         )
@@ -141,7 +141,7 @@ class BudgetFilter:
         return (
             _State(_Phase.BEFORE_REASONING, num_used, stripped_text)
             if self._opening.startswith(stripped_text)
-            else _BEHIND
+            else _FINISHED_STATE
         )
 
     def _scan_for_ending(self, text: bytes, num_used: int, last: tuple[int, ...] = ()) -> _State:
@@ -154,4 +154,4 @@ class BudgetFilter:
         )
 
     def _end_reasoning(self, text: bytes, num_used: int) -> _State:
-        return self._scan_for_opening(text, num_used) if self._budget.can_start_later else _BEHIND
+        return self._scan_for_opening(text, num_used) if self._budget.can_start_later else _FINISHED_STATE

@@ -52,7 +52,7 @@ class GrammarFilter:
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         """matcher: of the compiled grammar; this object changes it. width: number of logits."""
         self._matcher = matcher
-        self._words = words_of(width)
+        self._words = count_words(width)
         self._ends = 0
         """Tokens behind a whole answer, which the matcher takes but does not count."""
 
@@ -102,7 +102,7 @@ class GrammarFilter:
             self._matcher.rollback(count - ends)
 
 
-def words_of(width: int) -> int:
+def count_words(width: int) -> int:
     """Number of words in the mask of `width` tokens."""
     return (width + 31) // 32
 

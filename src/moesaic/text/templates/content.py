@@ -18,7 +18,7 @@ from moesaic.core.errors import RequestError
 
 _PLANES = (0xF0000, 0x100000)
 """First characters of Unicode's private-use planes."""
-_USED = 0xFFFE
+_PLANE_SIZE = 0xFFFE
 """Number of characters in a plane."""
 CONTINUE_MARK = "\ue000"
 """A private-use character. It marks the end of a continued message while the template is rendered."""
@@ -103,14 +103,14 @@ def _has_characters(plane: int, text: str) -> bool:
 
 
 def _plane_pattern(plane: int) -> re.Pattern[str]:
-    return re.compile(f"[{chr(plane)}-{chr(plane + _USED - 1)}]+")
+    return re.compile(f"[{chr(plane)}-{chr(plane + _PLANE_SIZE - 1)}]+")
 
 
 def _shift(text: str, offset: int) -> str:
     """`text` with each character of a token moved by `offset`. Characters without a place in a plane stay."""
     shifted_codes = (ord(character) + offset for character in text)
     return "".join(
-        chr(code) if ord(character) < _USED or offset < 0 else character
+        chr(code) if ord(character) < _PLANE_SIZE or offset < 0 else character
         for character, code in zip(text, shifted_codes, strict=True)
     )
 

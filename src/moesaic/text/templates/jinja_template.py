@@ -13,7 +13,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-_SHOWN = 500
+_MAX_ERROR_CHARACTERS = 500
 """Maximum number of characters of an error that a message repeats."""
 
 
@@ -79,7 +79,7 @@ def _line(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{str(error)[:_SHOWN]}".split())
+    return " ".join(f"{kind}{str(error)[:_MAX_ERROR_CHARACTERS]}".split())
 
 
 def _raise_exception(message: str) -> NoReturn:

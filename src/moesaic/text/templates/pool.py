@@ -12,7 +12,7 @@ from moesaic.core.errors import ConnectionLost, RendererError, RequestError, Tem
 from moesaic.text.templates import frames
 from moesaic.text.templates.renderer import Limits, Renderer
 
-AT_ONCE = 4
+MAX_RENDERINGS = 4
 """Maximum number of conversations that are rendered at a time."""
 _ATTEMPTS = 2
 """Number of renderers that a conversation may lose. Somebody else may have killed the first."""
@@ -33,7 +33,7 @@ class Renderers:
         """
         self.limits = limits
         self._source = source
-        self._turns = threading.BoundedSemaphore(AT_ONCE)  # one process stays ready
+        self._turns = threading.BoundedSemaphore(MAX_RENDERINGS)  # one process stays ready
         self._condition = threading.Condition()
         self._warm: list[Renderer] = []
         self._count = 0
@@ -68,14 +68,14 @@ class Renderers:
             self._condition.notify_all()
 
     def _render(self, request: bytes, max_characters: int) -> str:
-        how = ""
+        end_reason = ""
         for _ in range(_ATTEMPTS):
             renderer = self._take()
             try:
                 text = renderer.render(request, max_characters)
             except ConnectionLost as lost:
                 self._discard(renderer)
-                how = str(lost)
+                end_reason = str(lost)
             except TemplateError as error:
                 (self._discard if error.fatal else self._give_back)(renderer)
                 raise
@@ -85,7 +85,7 @@ class Renderers:
             else:
                 self._give_back(renderer)
                 return text
-        raise TemplateError(f"ended {_ATTEMPTS} processes; the last one: {how}", fatal=True)
+        raise TemplateError(f"ended {_ATTEMPTS} processes; the last one: {end_reason}", fatal=True)
 
     def _take(self) -> Renderer:
         with self._condition:
@@ -103,7 +103,7 @@ class Renderers:
 
     def _prepare(self) -> None:
         """Start a process in the background if this conversation takes the last one that is ready."""
-        if len(self._warm) + self._starting < 2 and self._count < AT_ONCE + 1:
+        if len(self._warm) + self._starting < 2 and self._count < MAX_RENDERINGS + 1:
             self._count += 1
             self._starting += 1
             threading.Thread(target=self._start, name="renderer-start", daemon=True).start()

@@ -23,13 +23,13 @@ from moesaic.text.templates import frames, jinja_template
 
 _CONNECTION = 0
 """File descriptor of the socket."""
-_AT_ONCE = 1 << 20
+_READ_BYTES = 1 << 20
 """Maximum number of bytes that are read at a time."""
 _COPIES = 32
 """Bytes of memory for each byte of a request: a character takes up to four, and a text is copied often."""
 _STATM = Path("/proc/self/statm")
 """Linux's numbers of this process's pages. Elsewhere memory has no limit."""
-_LATER = 1.0
+_GRACE_SECONDS = 1.0
 """Seconds after its limit at which a renderer ends by itself. Its parent has ended it by then."""
 
 
@@ -40,6 +40,7 @@ def serve(seconds: float, memory: int) -> int:
     """
     for signum in (signal.SIGTERM, signal.SIGINT):  # a service manager may signal all processes of a service
         signal.signal(signum, signal.SIG_IGN)
+    # No template may make the process write a file.
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     fcntl.fcntl(_CONNECTION, fcntl.F_SETOWN, os.getpid())
@@ -108,7 +109,7 @@ class _Limits:
         fcntl.fcntl(_CONNECTION, fcntl.F_SETFL, self._flags | os.O_ASYNC)
         if self._hangup_poll.poll(0):
             raise EOFError
-        signal.setitimer(signal.ITIMER_REAL, self._seconds + _LATER)
+        signal.setitimer(signal.ITIMER_REAL, self._seconds + _GRACE_SECONDS)
         if self._memory is not None:
             resource.setrlimit(resource.RLIMIT_AS, (self._memory + _COPIES * size, former_limit[1]))
         try:
@@ -135,7 +136,7 @@ def _read(count: int) -> bytes:
     """Exactly `count` bytes. Raises EOFError if the parent closed the socket."""
     parts: list[bytes] = []
     while count:
-        part = os.read(_CONNECTION, min(count, _AT_ONCE))
+        part = os.read(_CONNECTION, min(count, _READ_BYTES))
         if not part:
             raise EOFError
         parts.append(part)

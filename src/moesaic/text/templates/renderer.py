@@ -54,6 +54,7 @@ class Renderer:
         settings = {"path": path, "seconds": limits.seconds, "memory": limits.memory}
         try:
             with process_end:
+                # -I: neither the environment nor the working directory adds modules.
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
                     [sys.executable, "-I", str(_PROGRAM), json.dumps(settings)],
                     stdin=process_end.fileno(),
@@ -143,7 +144,7 @@ class Renderer:
             self._connection.settimeout(max(1e-3, deadline - time.monotonic()))
             try:
                 got = self._connection.recv_into(remaining)
-            except ConnectionResetError:
+            except ConnectionResetError:  # a killed process may leave unread data behind
                 got = 0
             if not got:
                 raise ConnectionLost(self._describe_end())
