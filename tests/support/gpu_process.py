@@ -37,7 +37,7 @@ def main() -> int:
             patch("moesaic.cluster.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
             patch.object(launcher, "spawn_server", gpu_server_process.started),
-            patch("moesaic.cluster.host_transport.check_installed"),
+            patch("moesaic.core.gpu_parts.check_nvshmem"),
         ):
             return cli.main()
     take_device()
