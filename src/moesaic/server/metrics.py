@@ -135,7 +135,7 @@ class EngineCollector(Collector):
         text = "KV blocks: free, cached for their prefix, used by a request. They add up to the pool."
         family = GaugeMetricFamily("moesaic:kv_blocks", text, labels=["model_name", "state"])
         for state in ("free", "cached", "used"):
-            family.add_metric([self._model_name, state], getattr(blocks, state))
+            family.add_metric([self._model_name, state], getattr(blocks, f"num_{state}"))
         return family
 
     def _states(self, states: StateStats) -> GaugeMetricFamily:
