@@ -61,20 +61,20 @@ class GraphInputs:
     def __init__(self, kind: Kind, table_width: int, block_size: int, device: torch.device) -> None:
         self.kind, rows = kind, kind.rows
         sizes = [rows] * 4 + [rows * table_width, rows * STATE_FIELDS]
-        of_states = [rows, rows + 1, rows * 3] if kind.several else []
+        of_states = [rows, rows + 1, rows * 3] if kind.has_sequences_of_several_rows else []
         self._here = torch.zeros(sum(sizes + of_states), dtype=torch.int64, pin_memory=True)
         self._there = torch.zeros(sum(sizes + of_states), dtype=torch.int64, device=device)
         here = [one.numpy() for one in torch.split_with_sizes(self._here, sizes + of_states)]
         self._token_ids, self._positions, self._slots, self._contexts = here[:4]
         self._tables, self._states = (one.reshape(rows, -1) for one in here[4:6])
-        self._of_states = _OfStates(*here[6:]) if kind.several else None
+        self._of_states = _OfStates(*here[6:]) if kind.has_sequences_of_several_rows else None
         there = torch.split_with_sizes(self._there, sizes + of_states)
         self.token_ids, self.positions, slots, contexts = there[:4]
         tables, states = (one.view(rows, -1) for one in there[4:6])
         starts, counted = torch.arange(rows + 1, device=device), np.arange(rows + 1)
         sequences = Sequences(contexts, starts, tables, states, kind.longest, single=True)
         taken = None
-        if kind.several:
+        if kind.has_sequences_of_several_rows:
             contexts, starts, tiles = there[6:]
             several = replace(sequences, contexts=contexts, starts=starts, single=False)
             taken = StateSequences(several, tiles.view(rows, 3))

@@ -52,7 +52,7 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
 
     def _run(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
         """There is a recording for each kind of step."""
-        kind = Kind.of(batch, self._eager.stages.model.spec)
+        kind = Kind.from_batch(batch, self._eager.stages.model.spec)
         if kind not in memory.steps:
             memory.steps[kind] = self._record(kind, memory.recorder)
         return memory.steps[kind].replay(batch)
@@ -60,7 +60,9 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> RunningStep:
         """See `PredictionRunner`."""
         memory, spec = self._take_memory(), self._eager.stages.model.spec
-        kind = Kind.of(batch, spec)._replace(several=False)  # that layer keeps no states
+        kind = Kind.from_batch(batch, spec)._replace(
+            has_sequences_of_several_rows=False
+        )  # that layer keeps no states
         key = (*kind, spec.num_layers)
         if key not in memory.steps:
             memory.steps[key] = self._record_prediction(kind, memory.recorder)

@@ -29,9 +29,9 @@ from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.runtime.group.announcer import Announcer, at_first, free_recordings
 from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.together import Together, at_first, free_recordings
 from moesaic.runtime.step.running_step import SharedRows
 from moesaic.runtime.step.stages import until_output_projection
 from moesaic.runtime.step.step_kind import Kind
@@ -48,7 +48,7 @@ _RECORD: the layers of a graph. _REPLAY: the first layer of a graph, and the ste
 class RecordedAttention:
     """On the first rank: the attention of one recorded step. See `stages.RecordedStages`."""
 
-    def __init__(self, together: Together, number: int, kind: Kind, hidden: torch.Tensor) -> None:
+    def __init__(self, together: Announcer, number: int, kind: Kind, hidden: torch.Tensor) -> None:
         """hidden: [rows, h] on the device, for what is sent through the host. So no graph keeps that."""
         self._together, self._number, self._leaving = together, number, hidden
         self._tried = False
@@ -130,7 +130,7 @@ class RecordedAttention:
         before = rows.traffic
         made = make(step, given)
         if rows.capturable:
-            self._together.made.append(made)
+            self._together.recordings.append(made)
         announce = partial(self.announce, layers[0]) if layers else None
         return _SharedPart(made, self._together, announce, rows.traffic.subtract(before))
 
@@ -154,7 +154,7 @@ class _SharedPart(Generic[Result]):
     """A recorded part, whose graph may hold exchanges with the other ranks or run between two of them."""
 
     inner: Recording[Result]
-    together: Together
+    together: Announcer
     announce: Callable[[], None] | None
     """None: the graph holds no exchange."""
     sent: Traffic
@@ -215,7 +215,7 @@ class AttentionRecordings:
         self._made: list[Recording[Any]] = []
         rows.when_closing(partial(free_recordings, self._made))
 
-    def is_about(self, message: bytes) -> bool:
+    def is_recording_message(self, message: bytes) -> bool:
         """Whether a message of the first rank is about recordings."""
         code = int.from_bytes(message[:8], "little", signed=True)
         return len(message) >= 24 and len(message) % 8 == 0 and _REPLAY <= code <= _PREPARE

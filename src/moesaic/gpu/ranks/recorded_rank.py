@@ -25,7 +25,7 @@ from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.group.exchanges import Exchange, Stages, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.sharded import ShardedModel
+from moesaic.runtime.group.sharded_model import ShardedModel
 from moesaic.runtime.step.step_kind import Kind
 
 Item = Exchange | torch.Tensor
@@ -53,7 +53,7 @@ class RecordedRank:
         self._replayed = batch.num_rows <= self._recorded.max_rows and is_recorded(batch)
         if not self._replayed:
             return self._model.run(batch)
-        kind = Kind.of(batch, self._model.model.spec, self._recorded.multiple)
+        kind = Kind.from_batch(batch, self._model.model.spec, self._recorded.multiple)
         if (kind, False) not in self._steps:
             self._steps[kind, False] = self._record(kind)
         self._model.collectives.begin(batch.token_ids)
@@ -67,8 +67,8 @@ class RecordedRank:
         if not self._replayed:
             return model.predict(batch, rows)
         kept = model.select_kept_rows(rows)
-        kind = Kind.of(batch, model.model.spec, self._recorded.multiple)
-        kind = kind._replace(several=False)  # that layer keeps no states
+        kind = Kind.from_batch(batch, model.model.spec, self._recorded.multiple)
+        kind = kind._replace(has_sequences_of_several_rows=False)  # that layer keeps no states
         if (kind, True) not in self._steps:
             self._steps[kind, True] = self._record_prediction(kind)
         step = self._steps[kind, True]
