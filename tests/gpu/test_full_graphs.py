@@ -328,8 +328,8 @@ def test_the_table_does_not_depend_on_what_servers_owe_between_steps() -> None:
     memory = Mock(exchange=SimpleNamespace(slots=2))
     exchange.__dict__ |= {
         "_replicas": replicas, "_memory": memory, "_leaving": [],
-        "_remote": SimpleNamespace(connected=dict(enumerate(entries))),
-        "_connecting": SimpleNamespace(made=list),
+        "_remote": SimpleNamespace(connected_servers=dict(enumerate(entries))),
+        "_connecting": SimpleNamespace(take_connections=list),
         "_directory": Directory(1, entries, {0: every, 1: every}),
         "_layout": SimpleNamespace(num_experts=4, layers=[0]), "_target_servers": dict(enumerate(entries)),
         "_table_sources": (), "_routes": None, "_is_whole_graph": None, "_clock": time.monotonic,
