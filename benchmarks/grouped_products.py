@@ -82,10 +82,10 @@ class Stacked:
 
     def experts(self, product: Product, hidden: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
         """As `Kernels.experts` [n, k, h], with another grouped product. Nothing is read back."""
-        from moesaic.gpu.triton.experts import grouped  # Triton is there, or `table.pick` has refused
+        from moesaic.gpu.triton.experts import group_pairs  # Triton is there, or `table.pick` has refused
 
         ids, (tokens, top_k), width = expert_ids.reshape(-1), expert_ids.shape, self.down.shape[2]
-        order = grouped(ids, len(self.down))[0].long()
+        order = group_pairs(ids, len(self.down))[0].long()
         ends = torch.searchsorted(ids[order], self._ids, right=True, out_int32=True)
         wide = product(hidden.bfloat16()[order // top_k], self.gate_up, ends)
         activated = (silu(wide[:, :width]) * wide[:, width:]).bfloat16()

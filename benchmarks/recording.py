@@ -111,7 +111,7 @@ def cpu(arguments: argparse.Namespace) -> tuple[list[tuple[float, float, int]], 
         timed.append(Timed(build_recorder(*given)))
         return timed[0]
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(in_memory, "recorder", made):
+    with tempfile.TemporaryDirectory() as folder, patch.object(in_memory, "build_recorder", made):
         file = Path(folder) / "profile.npz"
         part = part_path(str(file), "attention worker 0")
         assert part is not None

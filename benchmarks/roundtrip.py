@@ -45,7 +45,7 @@ from roundtrip_peers import ASK, ENVIRONMENT, INSTALL, NEEDS, ROW_BYTES, SERVE, 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport import listening
 from moesaic.transport.calls import Answerer, Caller
-from moesaic.transport.listening import ONE_SIDED, Listener, connect
+from moesaic.transport.listening import NIXL_KIND, Listener, connect
 from moesaic.transport.waiting import wait
 
 OURS = ("shm", "unix", "tcp", "tcp-plain", "calls-nixl")
@@ -65,7 +65,7 @@ PATIENCE = 60.0
 def serve_calls(options: argparse.Namespace) -> None:
     unix = options.transport in ("shm", "unix")
     where = f"unix:{options.folder}/{options.index}" if unix else "tcp:127.0.0.1:0"
-    listener = Listener(where, options.secret.encode(), kinds=ONE_SIDED)
+    listener = Listener(where, options.secret.encode(), kinds=NIXL_KIND)
     say(listener.address)
     ends: list[Answerer] = []
     while True:

@@ -172,8 +172,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         "runtime.group.arrays",
         "runtime.group.exchanges",
         "runtime.group.rows",
-        "runtime.group.sharded",
-        "runtime.group.together",
+        "runtime.group.sharded_model",
+        "runtime.group.announcer",
         "runtime.step.running_step",
         "runtime.step.stages",
         "runtime.step.step_kind",
@@ -369,7 +369,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine
         "runtime.cache_size",  # the share of memory that a cache takes
         "runtime.model_loading",  # how many GPUs there are to plan for
-        "runtime.offloaded",  # experts that cannot be streamed are refused before anything is measured
+        "runtime.offloaded_worker",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "trace.parts", "transport.base", "transport.secret"),
     ),
     "": ("core", "llm"),  # the package itself: public names, loaded on first use

@@ -13,7 +13,7 @@ from moesaic import LLM, SamplingParams
 from moesaic.core.errors import CheckpointError, RequestError
 from moesaic.experts.client import DirectExperts
 from moesaic.runtime.executor import Executor
-from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.recorded_runner import RecordedRunner
 from tests.support.failing_methods import raises_at
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

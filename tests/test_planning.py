@@ -21,7 +21,7 @@ from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.offload.weights import StreamedExperts
 from moesaic.planning import USABLE, Job, WorkerPlan, longest_request, plan
 from moesaic.policy.offloading.footprint import Footprint
-from moesaic.runtime import offloaded
+from moesaic.runtime import offloaded_worker
 from tests.support import model_configs, tiny_models
 
 MIB = 1 << 20
@@ -89,7 +89,7 @@ def test_a_worker_that_keeps_to_the_cap(path: Path, cap: str, job: Job) -> None:
     assert cache_tokens(found) >= job.longest
     assert offload.prefill_rows * found.model.hidden * 4 <= size
     # and so are weights: what the executor takes for its experts is what was counted
-    layout = offloaded.load(found.worker, offload, None)[1]
+    layout = offloaded_worker.load(found.worker, offload, None)[1]
     static = {layer: range(offload.static_experts) for layer in layout.layers}
     arena = StreamedExperts.memory_for(path, layout, static).total
     names = ("static experts", "two layers of streamed experts")

@@ -27,7 +27,7 @@ from moesaic.planning.sizes import read_checkpoint_sizes
 from moesaic.policy.offloading.durations import Durations
 from moesaic.policy.offloading.policies import Policy, Workload
 from moesaic.policy.offloading.tasks import Kind, Lane
-from moesaic.runtime import offloaded
+from moesaic.runtime import offloaded_worker
 from moesaic.runtime.model_loading import load_model
 from tests.models.test_quantized import FORMATS
 from tests.support import gguf_files, model_configs, quantizers, tiny_models
@@ -91,7 +91,7 @@ def test_what_is_planned_is_what_a_worker_takes(written: Written, form: str) -> 
     found = planned(path, f"{cap}MiB")
     offload, price = found.worker.offload, found.price
     assert offload is not None and 0 < offload.static_experts < 16
-    loaded, layout = offloaded.load(found.worker, offload, None)
+    loaded, layout = offloaded_worker.load(found.worker, offload, None)
     assert found.model.expert_bytes == layout.expert_bytes
     if form != "columns":  # these are counted as all of one type
         assert found.model.other_bytes == pytest.approx(loaded.model.num_bytes)
@@ -237,7 +237,7 @@ def test_memory_of_a_worker_is_that_of_the_files(written: Written) -> None:
     path = written["packed int4"]
     outside = registry.bytes_outside_experts(path, table.pick("cpu"))
     layout = registry.expert_layout(path, table.pick("cpu"))
-    assert outside == load_model(ModelConfig(str(path)), elsewhere=layout).model.num_bytes
+    assert outside == load_model(ModelConfig(str(path)), expert_layout=layout).model.num_bytes
     assert outside < 4 * read_checkpoint_sizes(path, "x", table.pick("cpu")).other_bytes / GIB * GIB
 
 

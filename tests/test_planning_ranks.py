@@ -19,7 +19,7 @@ from moesaic.models.shard import Shard
 from moesaic.offload.weights import StreamedExperts
 from moesaic.planning import USABLE, WorkerPlan, plan
 from moesaic.runtime.group.owners import placed
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from tests.support import model_configs, tiny_models
 from tests.test_planning import GPU, HARDWARE, JOB, MIB, SIZES
 
@@ -58,7 +58,7 @@ def test_every_rank_keeps_to_the_cap(path: Path, cap: str, ranks: int) -> None:
     assert held + int(found.worker.cache.kv_cache_memory) / ranks <= USABLE * size
     names = ("static experts", "two layers of streamed experts")
     counted = sum(found.price.fast[name] for name in names)
-    where, layout = placed(found.worker), layout_of(found.worker.model)
+    where, layout = placed(found.worker), read_expert_layout(found.worker.model)
     for rank in range(ranks):
         owned = where.of(rank)
         static = {layer: mine[: offload.static_experts] for layer, mine in owned.items()}

@@ -31,7 +31,9 @@ SHAPE = "qwen3-moe-0.96b"
 MIB = 1 << 20
 PAUSE = 0.02
 """Seconds between two samples of a process's memory."""
-LIBRARIES = "import moesaic.runtime.build, moesaic.runtime.offloaded; print(open('/proc/self/status').read())"
+LIBRARIES = (
+    "import moesaic.runtime.build, moesaic.runtime.offloaded_worker; print(open('/proc/self/status').read())"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -119,7 +119,7 @@ class Session:
     def step(self, speed: float | None = None) -> Pass:
         """Run the next pass over a link of this speed in bytes/s. None: the speed of the pass before."""
         if speed is not None:
-            for link in (self._made._operations._down, self._made._operations._up):
+            for link in (self._made._operations._load_link, self._made._operations._save_link):
                 link._speed = speed
         before = len(self.passes)
         while len(self.passes) == before:

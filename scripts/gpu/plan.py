@@ -16,6 +16,10 @@ TOTAL = 575
 LARGE = "qwen3-moe-0.96b"
 """The checkpoint of `benchmarks/make_checkpoint.py` whose speed is measured on a GPU."""
 TESTS = ("tests/gpu/triton", "tests/gpu", "tests/gpu/test_llm_triton.py")
+UNTESTED = tuple(
+    f"tests/gpu/test_{name}.py" for name in ("make_gpu", "serve_cuda_ipc", "serve_gpu", "serve_nvshmem")
+)
+"""Tests of this command and of whole servers, for which there is no time."""
 Found = dict[str, Any]
 
 

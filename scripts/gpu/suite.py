@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-from scripts.gpu.plan import ROOT, Found, Work, problem, several
+from scripts.gpu.plan import ROOT, UNTESTED, Found, Work, problem, several
 
 EACH, REPORTING = 60, 20
 """Seconds of a case, and those of them that pytest may take besides its tests: to start, and to report."""
@@ -22,6 +22,12 @@ def cases(work: Work) -> Sequence[str]:
     return list(work.tests)
 
 
+def left_out(work: Work, case: str) -> list[str]:
+    """Options of pytest that leave out the other cases which lie in the folder of this case, and UNTESTED."""
+    others = [path for path in (*work.tests, *UNTESTED) if path != case]
+    return [f"--ignore={path}" for path in others if Path(path).is_relative_to(case)]
+
+
 def run(work: Work, case: str) -> Found:
     """The counts of pytest's results, and the tests that failed with the line that says why."""
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +35,7 @@ def run(work: Work, case: str) -> Found:
         seconds = EACH - REPORTING
         options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}", f"--session-timeout={seconds}"]
         command = [sys.executable, "-m", "pytest", *options, "-m", "not full"]
-        command += ["-n", str(several()), "--dist", "worksteal", case]
+        command += ["-n", str(several()), "--dist", "worksteal", *left_out(work, case), case]
         done = subprocess.run(command, cwd=ROOT, stdout=sys.stderr)
         if not report.exists():
             return problem(f"pytest ended with exit code {done.returncode} and wrote no report")

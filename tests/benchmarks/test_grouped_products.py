@@ -19,10 +19,10 @@ import grouped_products
 from moesaic.kernels.reference.experts import experts_plain
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import WAITS, sanitized
-from tests.support.triton_kernels import EXACT, INTERPRETED, close
+from tests.support.triton_kernels import EXACT, IS_INTERPRETED, close
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="these are for machines without a GPU"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="these are for machines without a GPU"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 SIZES = ["--experts=3", "--top-k=2", "--hidden=16", "--width=8", "--layers=2", "--rounds=1", "--repeats=1"]

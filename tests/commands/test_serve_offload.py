@@ -194,7 +194,7 @@ CAP = 80
 BESIDE = 25
 """MiB that a worker may take beside the cap and what its libraries take."""
 LIBRARIES = (
-    "import moesaic.runtime.__main__, moesaic.runtime.offloaded, moesaic.runtime.build; "
+    "import moesaic.runtime.__main__, moesaic.runtime.offloaded_worker, moesaic.runtime.build; "
     "import moesaic.experts.streamed_backend; print(open('/proc/self/status').read())"
 )
 

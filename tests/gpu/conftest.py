@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tests.support import gpu_cases
 
 COVER = {
@@ -40,12 +41,15 @@ COVER = {
     "`make gpu`": "test_make_gpu.py::test_a_case_that_fails_costs_no_other_one",
 }
 """What only a GPU runs -> the slow test whose first case `make test` runs. The other slow ones are of `make
-full`: nobody without a GPU reaches their code. Those for a real GPU are skipped elsewhere."""
+full`: nobody without a GPU reaches their code. On a real GPU none is left out."""
 REAL = ("test_cuda.py", "test_cuda_calls.py", "test_cuda_rows.py")
+"""Tests that are skipped without a real GPU."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as full what COVER leaves out."""
+    """Mark as full what COVER leaves out, unless this machine has a GPU."""
+    if torch.cuda.is_available():
+        return
     covered, folder = set(COVER.values()), Path(__file__).parent
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

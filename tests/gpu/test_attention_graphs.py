@@ -20,7 +20,7 @@ from tests.support.gpu_sanitizer import sanitized
 from tests.support.graph_peers import GraphPeers, ranks_in_threads
 from tests.support.served_worker import server
 from tests.support.thread_groups import Threads
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
@@ -38,7 +38,7 @@ from moesaic.runtime.worker import Worker
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 MTP = '{"method": "mtp", "num_speculative_tokens": 1}'

@@ -25,7 +25,7 @@ from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import COPIES, DEVICE, WAITS, OnDevice, sanitized
 from tests.support.gpu_server_process import SECRET, Servers, servers
 from tests.support.gpu_shared_memory import FileSharing, shared_memory
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import Directory, ExpertLayout
@@ -39,7 +39,7 @@ from moesaic.gpu.ipc.device_calls import CallRows, DeviceIncoming
 from moesaic.gpu.ipc.device_rows import ServerRows, WorkerRows
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.runtime.step import step_kind
 from moesaic.runtime.worker import Worker
 from moesaic.transport.local import local_pair
@@ -59,7 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def layout(path: Path) -> ExpertLayout:
-    return layout_of(test_servers.config(path, "cpu").model)
+    return read_expert_layout(test_servers.config(path, "cpu").model)
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +218,8 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
     def look(worker: Worker) -> None:
         """At the end of all requests, before the worker closes: the server was given up and is frozen."""
         client = worker._servers
-        assert isinstance(client, RemoteExperts) and client._rows is not None
-        departures = client._rows.departures
+        assert isinstance(client, RemoteExperts) and isinstance(client.memory, WorkerRows)
+        departures = client.memory.departures
         assert len(departures) == 1
         kept = [memory for *_, heap in departures._waiting for memory, _ in heap._free]
         assert kept and not any(memory.closed for memory in kept)
@@ -232,7 +232,7 @@ def test_a_frozen_server_writes_late_and_hits_nothing_in_use(
             time.sleep(0.001)
             departures.poll()
         assert not len(departures) and all(memory.closed for memory in kept)
-        late["written"] = any(memory.last_token_time != old for memory, old in zip(kept, before, strict=True))
+        late["written"] = any(memory.last != old for memory, old in zip(kept, before, strict=True))
         late["kept"] = [memory.bytes.tobytes() for memory in in_use] == others
 
     for _ in range(ATTEMPTS):
@@ -288,7 +288,7 @@ def test_a_whole_answer_outlives_its_connection(path: Path, layout: ExpertLayout
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs")
 def test_recorded_steps_send_rows_from_the_device(
     path: Path, halves: Servers, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +310,7 @@ def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) ->
     places, weights = np.array([4, 1, 3]), np.array([0.5, 1.0, 2.0, 1.0], np.float32)
     with on_device():
         backend = TorchBackend(path, layout, "cuda", "reference", 1)
-        backend.take(held)
+        backend.load(held)
         server, calls = ServerRows(DEVICE, width), []
         memory = torch.from_numpy(hidden).to(DEVICE).view(-1).view(torch.uint8)
         for gate in (None, weights):
@@ -327,7 +327,7 @@ def test_a_server_waits_once_for_its_device(path: Path, layout: ExpertLayout) ->
         exact, sums = (one.answer.cpu().numpy() for one in calls)
     assert [list(one.incoming.answer) for one in calls] == [[1, 1, 1, 0], [1, 1, 0]]
     reference = TorchBackend(path, layout, "cpu", "reference", 1)
-    reference.take(held)
+    reference.load(held)
     wanted = np.zeros((4, width), np.float32)
     reference.run(layer, [CallPairs(hidden[places], rows, experts, wanted, pairs)])
     assert np.allclose(exact[:3], wanted[:3], atol=1e-6) and np.isnan(exact[3]).any()

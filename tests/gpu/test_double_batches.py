@@ -12,16 +12,16 @@ from tests.support import gpu_cases
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import WAITS, sanitized
 from tests.support.served_worker import server
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic.experts.remote import RemoteExperts
 from moesaic.gpu.graphs.graphs import GraphRunner
-from moesaic.runtime.model_loading import layout_of
+from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.runtime.step import step_kind
 
 pytestmark = [
     pytest.mark.full,  # beside fifteen others on two cores it takes nearly a minute
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 PROMPTS = [[3], [5], [7, 9]]
@@ -59,7 +59,7 @@ def test_the_host_waits_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RemoteExperts, "submit", submitted)
     monkeypatch.setattr(GraphRunner, "_record", recorded)
     on_cpu = config(tmp_path, "cpu")
-    with server(tmp_path, layout_of(on_cpu.model), tmp_path) as directory, np.errstate(all="ignore"):
+    with server(tmp_path, read_expert_layout(on_cpu.model), tmp_path) as directory, np.errstate(all="ignore"):
         wanted = generated(on_cpu, directory, PROMPTS, new=4)
         gaps.clear()
         sent.clear()

@@ -16,7 +16,7 @@ from tests.support import model_configs, pairs, served_worker, tiny_models
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import in_thread, sanitized
 from tests.support.supervised_servers import Placement, Supervisor, served
-from tests.support.triton_kernels import EXACT, INTERPRETED, ROUNDED
+from tests.support.triton_kernels import EXACT, IS_INTERPRETED, ROUNDED
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import ExpertServerConfig
@@ -28,7 +28,7 @@ from moesaic.runtime.model_loading import read_expert_layout
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 BF16 = "bf16"

@@ -23,7 +23,7 @@ from tests.support.gpu_graphs import Graph, graphs
 from tests.support.gpu_sanitizer import DEVICE, WAITS, sanitized
 from tests.support.gpu_server_process import SECRET, servers
 from tests.support.gpu_shared_memory import shared_memory
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic import LLM
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
@@ -41,7 +41,7 @@ from moesaic.runtime.token_routes import TokenRoutes
 from moesaic.runtime.worker import Worker
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 NEW = 6
@@ -127,11 +127,11 @@ class Replays:
 
     def ends(self, exchange: DeviceExchange) -> None:
         self._end(exchange)
-        self.failed += exchange.failed
+        self.failed += exchange.has_failed
         self.graphs.append(self._replayed)
         self.waits.append(WAITS.of[self._waited :])
-        assert exchange._routed is not None
-        self.tables.append(exchange._routed.tobytes())
+        assert exchange._routes is not None
+        self.tables.append(exchange._routes.tobytes())
 
     def is_ready(self, exchange: DeviceExchange) -> bool:
         until = time.monotonic() + 60
@@ -308,7 +308,7 @@ def test_models_with_states_say_that_their_steps_stay_in_parts(
 def test_a_second_mailbox_at_a_server_is_left() -> None:
     """Two attempts to connect may both succeed. Nobody would wait until the server has left a lost one."""
     entry, exchange = ServerEntry(0, 1, Endpoint("unix:@")), DeviceExchange.__new__(DeviceExchange)
-    exchange._servers, exchange._wanted, exchange._leaving = {}, {0: entry}, []
+    exchange._servers, exchange._target_servers, exchange._leaving = {}, {0: entry}, []
     exchange._memory = SimpleNamespace(exchange=SimpleNamespace(slots=2))  # type: ignore[assignment]
     first, second = Mock(), Mock()
     exchange._join(entry, first)
@@ -328,11 +328,11 @@ def test_the_table_does_not_depend_on_what_servers_owe_between_steps() -> None:
     memory = Mock(exchange=SimpleNamespace(slots=2))
     exchange.__dict__ |= {
         "_replicas": replicas, "_memory": memory, "_leaving": [],
-        "_remote": SimpleNamespace(connected=dict(enumerate(entries))),
-        "_connecting": SimpleNamespace(made=list),
+        "_remote": SimpleNamespace(connected_servers=dict(enumerate(entries))),
+        "_connecting": SimpleNamespace(take_connections=list),
         "_directory": Directory(1, entries, {0: every, 1: every}),
-        "_layout": SimpleNamespace(num_experts=4, layers=[0]), "_wanted": dict(enumerate(entries)),
-        "_known": (), "_routed": None, "_whole": None, "_clock": time.monotonic,
+        "_layout": SimpleNamespace(num_experts=4, layers=[0]), "_target_servers": dict(enumerate(entries)),
+        "_table_sources": (), "_routes": None, "_is_whole_graph": None, "_clock": time.monotonic,
         "_servers": {one.server: _Server(one, box, one.server) for one in entries},  # type: ignore[arg-type]
     }  # fmt: skip
     for server in range(2):

@@ -15,7 +15,7 @@ from tests.support.delta_steps import BLOCK, STATES, Inputs, Layer
 from tests.support.drafting import Oracle
 from tests.support.gpu_graphs import Graph, graphs, record
 from tests.support.gpu_sanitizer import WAITS, sanitized
-from tests.support.triton_kernels import INTERPRETED, TRITON
+from tests.support.triton_kernels import IS_INTERPRETED, TRITON
 from torch import nn
 
 from moesaic import LLM, SamplingParams
@@ -28,7 +28,7 @@ from moesaic.runtime.step.step_kind import Kind
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 FAMILIES = ("lfm2", *(pytest.param(one, marks=pairs.REST) for one in ("deepseek-full", "qwen3-next")))
@@ -143,7 +143,7 @@ def test_steps_with_drafted_tokens_are_recorded(
     assert 0 < speculation.accepted_tokens < speculation.draft_tokens
     drafted = [step for step in steps if step.rows > step.sequences]
     assert len(drafted) > 1 and any(step.kind.rows > step.rows for step in drafted)
-    assert {step.kind.several for step in drafted} == {family not in STATELESS}
+    assert {step.kind.has_sequences_of_several_rows for step in drafted} == {family not in STATELESS}
     steps.clear()
     assert said(model, prompts[2:], counts[2:]) == wanted[2:]
     assert steps == [(1, 1, (1, 1024, False))]
@@ -181,7 +181,7 @@ class OnDevice(Layer):
 def test_states_after_drafted_tokens_are_those_of_the_step_without_padding(sizes: StateSizes) -> None:
     """To the last bit. Some rows do not count, and then others take their places."""
     given = Inputs(sizes, [70, 70, 70])
-    padded = GraphInputs(Kind(8, 1024, several=True), 1, BLOCK, torch.device("cuda", 0))
+    padded = GraphInputs(Kind(8, 1024, has_sequences_of_several_rows=True), 1, BLOCK, torch.device("cuda", 0))
     layers = OnDevice(given), OnDevice(given, padded)
     for layer in layers:
         layer.padded, kept = None, layer.padded

@@ -14,7 +14,7 @@ import torch
 from tests.models.test_quantized import CASES, FORMATS
 from tests.support import model_configs, paged_steps, pairs, quantizers, tiny_models
 from tests.support.model_driver import Driver
-from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches, operations
+from tests.support.triton_kernels import DEVICE, IS_INTERPRETED, TRITON, Launches, operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic import LLM, SamplingParams
@@ -90,7 +90,7 @@ def test_quantised_weights_stay_as_they_are_stored(tmp_path: Path, form: str) ->
     assert all(kind in QUANTIZATIONS for pair in kinds for kind in pair) and kinds
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU has the Triton kernels")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU has the Triton kernels")
 def test_a_cpu_outside_of_the_interpreter_is_refused() -> None:
     code = "from moesaic.kernels import table; table.pick('cpu', 'triton')"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -152,7 +152,7 @@ MORE_IN_CHUNKS = {"qwen3-next": 2, "lfm2": 1, "deepseek-full": 0}
 """Launches of a layer with states: for the convolution, and for the delta rule."""
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the driver's cache is on the CPU")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="the driver's cache is on the CPU")
 @pytest.mark.parametrize(
     "family", [pytest.param(one, marks=pairs.REST if one == "lfm2" else ()) for one in OF_LAYERS]
 )
@@ -178,7 +178,7 @@ ARCHITECTURES = ("80", "86", "90", "100", "120")
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs")
 def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.compile_triton", *ARCHITECTURES]

@@ -14,7 +14,7 @@ import torch
 from scripts.gpu import __main__ as gpu
 from scripts.gpu import children, identity, kernels, served, speed, suite
 from scripts.gpu.parts import PARTS
-from scripts.gpu.plan import TOTAL, Found, Part, Work
+from scripts.gpu.plan import ROOT, TOTAL, Found, Part, Work
 from scripts.gpu.table import as_markdown
 from tests.support import gpu_child, gpu_troubles, processes
 from tests.support.gpu_graphs import graphs
@@ -53,6 +53,14 @@ def test_its_parts_take_less_than_ten_minutes_together() -> None:
     assert sum(part.seconds for part in PARTS.values()) <= TOTAL < 600
     assert all(part.each <= part.seconds for part in PARTS.values())
     assert list(PARTS)[:4] == ["identity", "kernels", "speed", "tests"]
+
+
+def test_no_test_runs_twice() -> None:
+    [case] = [case for case in suite.cases(Work("cuda")) if case == "tests/gpu"]
+    options = suite.left_out(Work("cuda"), case)
+    assert {"--ignore=tests/gpu/triton", "--ignore=tests/gpu/test_llm_triton.py"} <= set(options)
+    assert all((ROOT / option.removeprefix("--ignore=")).exists() for option in options)
+    assert not suite.left_out(Work("cuda"), "tests/gpu/triton")
 
 
 def test_identity_is_asked_of_every_family_and_every_format() -> None:

@@ -226,9 +226,9 @@ def test_a_put_comes_after_what_the_stream_does_before() -> None:
         job.heap.put(64, 0, 8, 128, 1, 0)
         job.heap.quiet()
         assert job.heap.tensor[64:72].tolist() == [5] * 8
-        job.heap.arrived(128, 1)
+        job.heap.await_signal(128, 1)
         with pytest.raises(AssertionError, match="is 1, not 2: a GPU would wait for ever"):
-            job.heap.arrived(128, 2)
+            job.heap.await_signal(128, 2)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import sanitized
 from tests.support.gpu_shared_memory import shared_memory
 from tests.support.hosts import soon
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
@@ -28,7 +28,7 @@ from moesaic.transport.stream import StreamConnection, stream_pair
 from moesaic.transport.wakeup import Wakeup
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 PLACE = JoinJob(b"a job", 1, 2, 3)

@@ -18,7 +18,7 @@ from tests.models import test_quantized
 from tests.support import gguf_files, model_configs, pairs, quantizers, tiny_models
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import sanitized
-from tests.support.triton_kernels import INTERPRETED, operations
+from tests.support.triton_kernels import IS_INTERPRETED, operations
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.offload import Offload
@@ -26,7 +26,7 @@ from moesaic.models.compressing import compress
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 3, 5)]

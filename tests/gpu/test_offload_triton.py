@@ -14,13 +14,13 @@ from tests.gpu.test_offload import BESIDE, CPU, EVEN, STAYS
 from tests.support import gpu_cases, model_configs, pairs, tiny_models
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import sanitized
-from tests.support.triton_kernels import INTERPRETED, operations
+from tests.support.triton_kernels import IS_INTERPRETED, operations
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.offload import Offload
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 3, 5)]

@@ -14,7 +14,7 @@ from tests.support import pairs, prediction, served_worker, tiny_models
 from tests.support.gpu_graphs import graphs
 from tests.support.gpu_sanitizer import sanitized
 from tests.support.served_worker import server
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic import LLM, SamplingParams
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
@@ -29,7 +29,7 @@ from moesaic.runtime.step.running_step import StepGenerator, WholeStep
 from moesaic.runtime.step.step_kind import Kind, bucket
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 MTP = '{"method": "mtp", "num_speculative_tokens": 1}'

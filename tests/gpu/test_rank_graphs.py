@@ -21,7 +21,7 @@ from tests.support.gpu_sanitizer import WAITS, sanitized
 from tests.support.graph_peers import GraphPeers, ranks_in_threads
 from tests.support.group_placements import recorded, write
 from tests.support.thread_groups import RANK, group_of_threads
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic import LLM, SamplingParams
 from moesaic.core.errors import ConnectionLost
@@ -34,7 +34,7 @@ from moesaic.runtime.step.step_kind import Kind, bucket
 from moesaic.testing import byte_tokenizer
 
 pytestmark = [
-    pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in the interpreter
 ]
 TWO = {"num_hidden_layers": 2}
@@ -115,14 +115,14 @@ class Steps:
         replayed, new = HERE.graphs > graphs, len(rank._steps) > known
         if replayed and not new:
             self.replays.append((HERE.graphs - graphs, WAITS.mine.of[waited:]))
-        multiple = rank._recorded.multiple if replayed else 1
+        multiple = rank._recorded_rows.multiple if replayed else 1
         rows = bucket(batch.num_rows) if replayed else batch.num_rows
         if not threading.current_thread().name.startswith(RANK):
             self.rows += (3 if new else 1) * -(-rows // multiple) * multiple
         return hidden
 
     def predicted(self, rank: RecordedRank, *given: Any) -> torch.Tensor:
-        graphs, follows = HERE.graphs, rank._replayed
+        graphs, follows = HERE.graphs, rank._was_replay
         hidden = PREDICT(rank, *given)
         if follows:
             self.predictions.append(HERE.graphs > graphs)

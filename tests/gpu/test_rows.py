@@ -28,7 +28,7 @@ from moesaic.models import registry
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.build_rank import check_backend
 from moesaic.runtime.group.rows import HostRows, RowCollectives
-from moesaic.runtime.group.sharded import ShardedModel
+from moesaic.runtime.group.sharded_model import ShardedModel
 from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.testing import byte_tokenizer
 

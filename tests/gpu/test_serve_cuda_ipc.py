@@ -54,7 +54,7 @@ def test_whole_steps_are_one_graph(tmp_path: Path, capfd: pytest.CaptureFixture[
         found += [test_serve_gpu.asked(server, prompts[0])]  # by now there are mailboxes
     one_process = test_serve_gpu.in_memory(tmp_path)
     assert found == [*one_process, one_process[0]]
-    assert exchange.WHOLE in capfd.readouterr().err
+    assert exchange.WHOLE_GRAPH in capfd.readouterr().err
 
 
 @pytest.mark.slow

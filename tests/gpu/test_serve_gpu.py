@@ -16,12 +16,12 @@ import openai
 import pytest
 from tests.support import gpu_cases, gpu_sanitizer, model_configs, pairs, tiny_models
 from tests.support.gpu_process import NAME
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 from tests.test_serve import Server
 
 from moesaic import LLM, SamplingParams
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU compiles what it runs")
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs")
 
 LENGTHS = (1, 3, 5, 20)
 TOKENS = 6

@@ -32,7 +32,7 @@ def served(path: Path, errors: Path, *flags: str, begun: Callable[[], object] = 
         prompts, until = test_serve_gpu.prompts(), time.monotonic() + PATIENCE
         found = list(pool.map(lambda prompt: test_serve_gpu.asked(server, prompt), prompts))
         begun()
-        while exchange.WHOLE not in errors.read_text():
+        while exchange.WHOLE_GRAPH not in errors.read_text():
             assert time.monotonic() < until, errors.read_text()
             assert test_serve_gpu.asked(server, prompts[0]) == found[0]
         return [*found, test_serve_gpu.asked(server, prompts[0])]

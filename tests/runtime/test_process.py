@@ -96,7 +96,7 @@ def test_a_setting_that_does_not_fit_is_told_in_one_line() -> None:
 BROKEN = """
 import torch
 from moesaic.runtime.__main__ import main
-from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.recorded_runner import RecordedRunner
 
 def broken(*arguments):
     raise {error}

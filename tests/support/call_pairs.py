@@ -17,7 +17,7 @@ import pytest
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer, Call, Caller, End, Incoming
-from moesaic.transport.listening import ONE_SIDED, Listener, connect
+from moesaic.transport.listening import NIXL_KIND, Listener, connect
 from moesaic.transport.nixl_link import INSTALL, available
 from moesaic.transport.waiting import wait
 from tests.support.fake_link import one_sided_pair
@@ -67,7 +67,7 @@ def pair(kind: str, folder: Path, heap_bytes: int = HEAP) -> Iterator[tuple[Call
         client.close()
         server.close()
         return
-    listener = Listener(address_for(kind, folder), SECRET, kinds=ONE_SIDED)
+    listener = Listener(address_for(kind, folder), SECRET, kinds=NIXL_KIND)
     try:
         caller = dial(kind, listener.address, heap_bytes)
         answerer = accepted(listener)

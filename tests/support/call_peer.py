@@ -13,7 +13,7 @@ import numpy as np
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer
-from moesaic.transport.listening import ONE_SIDED, Listener, connect
+from moesaic.transport.listening import NIXL_KIND, Listener, connect
 from moesaic.transport.waiting import wait
 
 SECRET = b"a secret of the tests"
@@ -21,7 +21,7 @@ ROWS = {"echo": slice(None), "asleep": slice(None), "first": slice(1), "never": 
 
 
 def serve(address: str, mode: str) -> None:
-    listener = Listener(address, SECRET, kinds=ONE_SIDED)
+    listener = Listener(address, SECRET, kinds=NIXL_KIND)
     say(listener.address)
     ends: list[Answerer] = []
     while True:

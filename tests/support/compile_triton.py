@@ -194,7 +194,7 @@ def main() -> None:
     for module in (attention, cache, convolution, delta, dense, exchange, experts, gate, rows):
         module.launch = compiled  # type: ignore[attr-defined]
     nvshmem_exchange.launch, nvshmem.launch = compiled, linked  # type: ignore[attr-defined]
-    assert not launching.INTERPRETED
+    assert not launching.IS_INTERPRETED
     driver.set_active(DEVICE)
     one, ids = torch.zeros(3, 128), torch.zeros(3, 2, dtype=torch.int64)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Links of one_sided.py within this process: what NIXL does between hosts, for tests without NIXL."""
+"""Links of one_sided_calls.py within this process: what NIXL does between hosts, for tests without NIXL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from moesaic.transport.nixl_link import NixlLink
-from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller
+from moesaic.transport.one_sided_calls import OneSidedAnswerer, OneSidedCaller
 
 
 class FakeLink:

@@ -159,7 +159,7 @@ class StandInHeap:
         _in_order("a put")
         self.below.put(target, source, size, signal, number, pe, copied=True)
 
-    def arrived(self, signal: int, number: int) -> None:
+    def await_signal(self, signal: int, number: int) -> None:
         found = self.below.word(signal)
         assert found == number, f"the word at {signal} is {found}, not {number}: a GPU would wait for ever"
 

@@ -16,6 +16,7 @@ import numpy as np
 from moesaic.cluster import launcher, local
 from moesaic.commands import cli
 from moesaic.config import WorkerConfig
+from moesaic.core import gpu_parts
 
 NAME = "tests.support.gpu_process"
 
@@ -37,7 +38,7 @@ def main() -> int:
             patch("moesaic.cluster.launch.spawn_worker", _worker),
             patch.object(launcher, "spawn_worker", _worker),
             patch.object(launcher, "spawn_server", gpu_server_process.started),
-            patch("moesaic.cluster.host_transport.check_installed"),
+            patch.object(gpu_parts, "check_nvshmem"),
         ):
             return cli.main()
     take_device()

@@ -12,14 +12,14 @@ import torch
 pytest.importorskip("triton")
 
 from moesaic.gpu.triton import operations
-from moesaic.gpu.triton.launching import INTERPRETED, Launches
+from moesaic.gpu.triton.launching import IS_INTERPRETED, Launches
 from moesaic.kernels import table
 
-DEVICE = "cpu" if INTERPRETED else "cuda"
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TRITON = table.pick(DEVICE, "triton")
 EXACT, ROUNDED = 1e-5, 2**-7
 
-__all__ = ["DEVICE", "EXACT", "INTERPRETED", "ROUNDED", "TRITON", "Launches", "close", "operations"]
+__all__ = ["DEVICE", "EXACT", "IS_INTERPRETED", "ROUNDED", "TRITON", "Launches", "close", "operations"]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = EXACT) -> None:

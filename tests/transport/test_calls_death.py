@@ -31,7 +31,7 @@ from tests.support.call_pairs import (
 
 from moesaic.core.errors import ConnectionLost
 from moesaic.transport.calls import Answerer, Caller
-from moesaic.transport.listening import ONE_SIDED, Listener
+from moesaic.transport.listening import NIXL_KIND, Listener
 from moesaic.transport.waiting import wait
 
 KINDS = pytest.mark.parametrize("kind", BETWEEN_PROCESSES)
@@ -136,7 +136,7 @@ def test_no_wake_up_is_lost(kind: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @KINDS
 def test_a_killed_client_leaves_nothing_at_the_server(kind: str, tmp_path: Path) -> None:
-    listener = Listener(address_for(kind, tmp_path), SECRET, kinds=ONE_SIDED)
+    listener = Listener(address_for(kind, tmp_path), SECRET, kinds=NIXL_KIND)
     before = descriptors()
     with process("client", listener.address, TRANSPORT.get(kind, "stream")) as client:
         assert line(client) == "posted"

@@ -20,7 +20,7 @@ from moesaic.core.experts import Directory, ExpertLayout, ServerEntry
 from moesaic.core.metrics import BlockStats, ExpertServerStats, TransferStats, WorkerStats
 from moesaic.core.request import FinishReason, Request, SamplingParams, TokenLogprob
 from moesaic.core.worker_info import WorkerInfo
-from moesaic.transport.awaited import AwaitedConnection
+from moesaic.transport.awaited_connection import AwaitedConnection
 from moesaic.transport.base import Connection
 from moesaic.transport.local import local_pair
 from moesaic.transport.sealed_socket import SealedSocket, Wire

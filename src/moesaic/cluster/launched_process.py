@@ -15,7 +15,7 @@ from moesaic.cluster.member import Member
 from moesaic.config import ExpertServerConfig, KernelName, WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.transport.awaited import AwaitedConnection
+from moesaic.transport.awaited_connection import AwaitedConnection
 from moesaic.transport.host import this_host
 
 LOG = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ from moesaic.planning.sizes import (
     without_quantization,
 )
 from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
-from moesaic.runtime.offloaded import paged_layout
+from moesaic.runtime.offloaded_worker import paged_layout
 from moesaic.text.tokenizer import Tokenizer, check_files
 
 UNKNOWN_MODEL = "MODEL"

@@ -24,7 +24,7 @@ from moesaic.planning.hardware import file
 from moesaic.planning.hardware.device import find_device
 from moesaic.planning.hardware.measure import FULL, SHORT, Converting, Effort, Measuring
 from moesaic.planning.sizes import has_weights, read_checkpoint_sizes, read_config_sizes
-from moesaic.runtime import offloaded
+from moesaic.runtime import offloaded_worker
 
 
 def run(options: MeasureHardware, json: bool) -> int:
@@ -99,6 +99,8 @@ def _on_experts_of(path: Path, effort: Effort) -> Effort:
     converting = None
     with contextlib.suppress(MoesaicError):  # a checkpoint that cannot be streamed
         converting = (
-            offloaded.find_conversion(ModelConfig(str(path), device="cpu")) if has_weights(path) else None
+            offloaded_worker.find_conversion(ModelConfig(str(path), device="cpu"))
+            if has_weights(path)
+            else None
         )
     return replace(effort, products=sizes, converting=None if converting is None else Converting(*converting))

@@ -14,7 +14,7 @@ from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.planning.serving import estimate_job, plan_server
 from moesaic.runtime.model_loading import count_gpus
-from moesaic.runtime.offloaded import paged_layout
+from moesaic.runtime.offloaded_worker import paged_layout
 from moesaic.trace.options import RecordConfig
 
 CLUSTER_SETTINGS = (

@@ -20,7 +20,7 @@ from moesaic.jobs.batch.output import read_answered_keys
 from moesaic.jobs.batch.show import Summary, print_summary
 from moesaic.models import files
 from moesaic.planning import WorkerPlan, longest_request, plan
-from moesaic.runtime.offloaded import paged_layout
+from moesaic.runtime.offloaded_worker import paged_layout
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig

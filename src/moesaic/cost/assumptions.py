@@ -22,7 +22,7 @@ def list_assumptions(model: ModelSizes, hardware: Hardware) -> list[str]:
         plain = {"columns": "columns", "decompressed": "compressed experts"}
         conversion_name = plain.get(model.conversion, f"quantised experts to {model.conversion}")
         sentences.append(
-            f"Assumed: converting {conversion_name} takes no time when they are loaded: the machine's file has no rate "
-            f"of it (link.convert_gib.{model.conversion})."
+            f"Assumed: converting {conversion_name} takes no time when they are loaded: "
+            f"the machine's file has no rate of it (link.convert_gib.{model.conversion})."
         )
     return sentences

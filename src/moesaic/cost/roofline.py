@@ -38,8 +38,8 @@ def seconds_with_experts(
 ) -> float:
     """Seconds of routed experts with a mean of `rows` rows each, and of the `other_work` of a task.
 
-    If the experts' rate was measured, it is used for them, and `efficiency` only for `other_work`. dtype: their
-    type if they are quantised.
+    If the experts' rate was measured, it is used for them, and `efficiency` only for `other_work`. dtype:
+    their type if they are quantised.
     """
     if level.processor is None or not level.processor.rates(dtype) or not expert_work.flops:
         return seconds(other_work + expert_work, level, efficiency)

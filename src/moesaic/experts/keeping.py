@@ -27,7 +27,7 @@ class KeptExperts:
         self.num_loads = 0
         """Backends that were made, each of which loads its experts."""
         self.membership = JobMembership()
-        """Of this process in a job of GPUs."""
+        """The membership of this process in a job of GPUs."""
         self._kept_backend: BackendAndStats | None = None
         self._settings: object = None
         """The settings and files that `_loaded` depends on."""

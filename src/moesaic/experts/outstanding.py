@@ -232,7 +232,7 @@ class RelayedPart:
     server: int
     call: OpenCall
     first: int
-    """Its first row in the whole answer."""
+    """The first row of the part in the whole answer."""
     is_live: bool = True
     """Whether its answer is awaited."""
 
@@ -288,7 +288,7 @@ class RelayedCall:
         return rows_of_parts
 
     def select_computed(self, part: RelayedPart, rows: IntArray) -> IntArray:
-        """Those of the part's rows that were computed. For sums: all or none."""
+        """The rows of the part that were computed. If the rows are sums, all or none were."""
         answer = np.frombuffer(part.call.call.answer, np.float32).reshape(-1, self.hidden.shape[1])
         is_refused = answer.view(np.uint32)[rows, 0] == wire.NOT_COMPUTED
         if is_refused.any():
@@ -440,9 +440,9 @@ class HostAnswers:
         return np.frombuffer(call.answer, dtype=np.float32).reshape(-1, width)
 
     def clear(self, target: FloatRows, target_rows: IntArray) -> None:
-        """See `AnswerMemory`."""
+        """Set rows of the target to zeros."""
         target[target_rows] = 0
 
     def copy(self, target: FloatRows, answer: FloatRows) -> None:
-        """See `AnswerMemory`."""
+        """Copy a whole answer into the target."""
         target[:] = answer

@@ -38,7 +38,7 @@ from moesaic.policy.scheduling.schedulers.server_setup import queue_policy, serv
 from moesaic.trace.track import Track
 from moesaic.transport.authentication import RefusedByCluster
 from moesaic.transport.calls import HEAP_BYTES
-from moesaic.transport.listening import ONE_SIDED, Listener
+from moesaic.transport.listening import NIXL_KIND, Listener
 from moesaic.transport.stream import StreamConnection
 from moesaic.transport.wakeup import Wakeup
 
@@ -130,7 +130,7 @@ def _transport(config: ExpertServerConfig, membership: JobMembership) -> ServerT
     """What the transport of this server decides. membership: of this process."""
     if config.transport in ON_GPUS:
         return gpu_parts.server_transport(config, membership)
-    return ServerTransport(HostMemory(config.layout.hidden), ONE_SIDED if config.transport == "nixl" else {})
+    return ServerTransport(HostMemory(config.layout.hidden), NIXL_KIND if config.transport == "nixl" else {})
 
 
 def _relay(config: ExpertServerConfig) -> Relay:

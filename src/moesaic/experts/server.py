@@ -182,9 +182,9 @@ class ExpertServer:
     def _parse_request(self, client: int, incoming: Incoming) -> wire.Request:
         """The request of a call. Raises DamagedMessage for one that this client must not send."""
         request = self._memory.parse(incoming, self._num_layers, self._layout.num_experts)
-        known = request.layer in self._index or request.work is not None or request.greeting
+        is_known = request.layer in self._index or request.work is not None or request.greeting
         fits = incoming.row_bytes == 4 * self._layout.hidden and incoming.rows == request.answer_rows
-        if not known or not fits:
+        if not is_known or not fits:
             raise DamagedMessage(f"a request for layer {request.layer} expects an answer of the wrong size")
         if self._workers.is_from_relay(client) and (request.parts or request.work is not None):
             raise DamagedMessage("a relay sent what only clients send")

@@ -69,22 +69,22 @@ class HostCallMemory:
     @classmethod
     def create(cls, request: wire.Request, answer: FloatRows) -> HostCallMemory:
         """The memory of a call whose answer is this array."""
-        whole = request.weights is None
+        is_unweighted = request.weights is None
         shape = len(request.experts), answer.shape[1]
-        return cls(request, answer, answer if whole else np.empty(shape, dtype=np.float32))
+        return cls(request, answer, answer if is_unweighted else np.empty(shape, dtype=np.float32))
 
     @property
     def hidden(self) -> FloatRows:
-        """See `CallMemory`."""
+        """[m, h] the hidden states of the request."""
         return self.request.hidden
 
     def sum_pairs(self) -> IntArray:
-        """See `CallMemory`."""
+        """Add the weighted rows of the pairs into the answer. Returns the numbers of its rows."""
         rows, weights = self.request.rows, self.request.weights
         assert weights is not None
         self.answer[:] = 0
-        for these in self.request.turns:
-            self.answer[rows[these]] += weights[these, None] * self.rows[these]
+        for turn in self.request.turns:
+            self.answer[rows[turn]] += weights[turn, None] * self.rows[turn]
         return np.arange(len(self.answer))
 
 
@@ -96,11 +96,11 @@ class HostMemory:
         self._hidden = hidden
 
     def parse(self, incoming: Incoming, num_layers: int, num_experts: int) -> wire.Request:
-        """See `ServerMemory`."""
+        """The request of a call. Raises DamagedMessage."""
         return wire.parse(incoming.request, num_layers, num_experts, self._hidden)
 
     def open(self, incoming: Incoming, request: wire.Request) -> HostCallMemory:
-        """See `ServerMemory`."""
+        """The memory of a call, whose answer is in memory of its connection."""
         return HostCallMemory.create(request, self.answer(incoming, request))
 
     def answer(self, incoming: Incoming, request: wire.Request) -> FloatRows:

@@ -56,7 +56,7 @@ class HostWorkerMemory:
         return caller
 
     def arrays(self, request: ExpertRequest) -> RequestArrays:
-        """See `WorkerMemory`."""
+        """The arrays of the request, which are in memory of this host."""
         return request.arrays
 
     def give_back(self, place: RowPlace) -> None:

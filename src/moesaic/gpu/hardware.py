@@ -35,19 +35,19 @@ class Cuda:
 
 def copies(device: Device, size: int, stopwatch: Stopwatch, show: Show) -> tuple[Copy, ...]:
     """Measure all kinds of copies, `size` bytes at a time. Staging uses as many threads as torch has."""
-    there = torch.ones(size, dtype=torch.uint8, device=device.name)
-    here, pinned = torch.ones(size, dtype=torch.uint8), device.allocate_pinned(size)
-    pinned.fill_(1)
+    device_memory = torch.ones(size, dtype=torch.uint8, device=device.name)
+    pageable, pinned_memory = torch.ones(size, dtype=torch.uint8), device.allocate_pinned(size)
+    pinned_memory.fill_(1)
     jobs: tuple[tuple[Way, bool, Callable[[], object]], ...] = (
-        ("down", True, partial(there.copy_, pinned, non_blocking=True)),
-        ("down", False, partial(there.copy_, here)),
-        ("up", True, partial(pinned.copy_, there, non_blocking=True)),
-        ("up", False, partial(here.copy_, there)),
-        ("staging", True, partial(pinned.copy_, here)),
+        ("down", True, partial(device_memory.copy_, pinned_memory, non_blocking=True)),
+        ("down", False, partial(device_memory.copy_, pageable)),
+        ("up", True, partial(pinned_memory.copy_, device_memory, non_blocking=True)),
+        ("up", False, partial(pageable.copy_, device_memory)),
+        ("staging", True, partial(pinned_memory.copy_, pageable)),
     )
-    found: list[Copy] = []
+    measured_copies: list[Copy] = []
     for way, is_pinned, run in jobs:
-        show("link", len(found), len(jobs))
-        found.append(Copy(way, is_pinned, size / stopwatch.seconds(run)))
+        show("link", len(measured_copies), len(jobs))
+        measured_copies.append(Copy(way, is_pinned, size / stopwatch.seconds(run)))
     show("link", len(jobs), len(jobs))
-    return tuple(found)
+    return tuple(measured_copies)

@@ -20,7 +20,7 @@ from moesaic.models import files, fingerprint
 from moesaic.models.kvcache.memory import HybridMemory
 from moesaic.models.kvcache.paged_kv import PagedKV, bytes_per_token
 from moesaic.models.kvcache.states import state_bytes
-from moesaic.runtime import in_memory, offloaded, out_of_memory
+from moesaic.runtime import in_memory, offloaded_worker, out_of_memory
 from moesaic.runtime.cache_size import check_memory
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
@@ -58,7 +58,7 @@ def _build_parts(context: WorkerContext) -> WorkerParts:
     if context.config.parallel.tensor_parallel_size > 1:
         return build_rank.build_parts(context)
     if context.config.offload is not None:
-        return offloaded.build_parts(context, context.config.offload)
+        return offloaded_worker.build_parts(context, context.config.offload)
     return in_memory.build_parts(context)
 
 

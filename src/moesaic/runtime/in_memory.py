@@ -51,7 +51,7 @@ from moesaic.runtime.predicting import LayerPredictor, PredictionRunner
 from moesaic.runtime.routing_recorder import build_recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
-from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.recorded_runner import RecordedRunner
 from moesaic.runtime.step.running_step import (
     Combine,
     RunningStep,

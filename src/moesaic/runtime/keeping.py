@@ -25,7 +25,7 @@ class KeptModel:
         self.num_loads = 0
         """Models that were loaded."""
         self.membership = JobMembership()
-        """Of this process in a job of GPUs."""
+        """The membership of this process in a job of GPUs."""
         self._model: LoadedModel | None = None
         self._settings: object = None
         """The settings and files that `_loaded` depends on."""

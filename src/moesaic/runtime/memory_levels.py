@@ -100,7 +100,6 @@ def build_levels(
         layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()
     }
     static = {layer: frozenset(experts) for layer, experts in static_lists.items()}
-    kernels = slow_kernels(config, loaded_model)
     if loaded_model.device.type == "cuda":
         memory = DeviceMemory(loaded_model.device)
         down_link, up_link = DeviceLink(loaded_model.device), DeviceLink(loaded_model.device)
@@ -109,9 +108,11 @@ def build_levels(
             paged_experts.load_static()
             down_link.finish()
             exchanges = paged_experts if offload.hot else None
+            kernels = slow_kernels(config, loaded_model)
             return Levels(paged_experts, paged_experts.static, down_link, up_link, kernels, exchanges)
         staged_experts = StagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
         staged_experts.load_static()
+        kernels = slow_kernels(config, loaded_model)
         return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True)
     kind: type[StreamedExperts] = StreamedByExpert if offload.hot else StreamedExperts
     if conversion_of(Headers(path), layout) is not None:
@@ -121,6 +122,7 @@ def build_levels(
     link = None if offload.link is None else paced_link
     streamed_experts = kind(path, layout, static_lists, arena, link=link, owned_experts=owned_experts)
     streamed_experts.load_static()
+    kernels = slow_kernels(config, loaded_model)
     if offload.hot and isinstance(streamed_experts, StreamedByExpert):
         return Levels(
             streamed_experts, streamed_experts.static, paced_link, back_link, kernels, streamed_experts

@@ -34,7 +34,7 @@ PROOF = 32
 REFUSAL = bytes(PROOF)
 _TERMS = struct.Struct("<8sQ")
 KINDS = ("shm", "stream", "nixl", "cuda_ipc", "mailbox", "nvshmem")
-SHARED = ("shm", "cuda_ipc")
+SHARED_MEMORY_KINDS = ("shm", "cuda_ipc")
 """The kinds of connections for calls whose two ends share memory of the host."""
 
 

@@ -20,7 +20,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.transport import address as addresses
 from moesaic.transport.acceptor import Acceptor
 from moesaic.transport.authentication import (
-    SHARED,
+    SHARED_MEMORY_KINDS,
     Deadline,
     Terms,
     check_secret,
@@ -33,7 +33,7 @@ from moesaic.transport.calls import HEAP_BYTES, MAX_HEAP, Answerer, Caller
 from moesaic.transport.host import find_advertised_address, this_host
 from moesaic.transport.host_watch import watch
 from moesaic.transport.nixl_link import check_installed
-from moesaic.transport.one_sided import OneSidedAnswerer, OneSidedCaller, meet
+from moesaic.transport.one_sided_calls import OneSidedAnswerer, OneSidedCaller, meet
 from moesaic.transport.sealed_socket import wire
 from moesaic.transport.sealing import Keys
 from moesaic.transport.sockets import StreamAnswerer, StreamCaller
@@ -95,12 +95,12 @@ def connect(
     Raises ConfigError for settings that cannot work. Raises ConnectionLost if the server is not there, is too
     slow, or refuses.
     """
-    where, terms = addresses.parse(address), Terms(kind, heap_bytes)
+    parsed_address, terms = addresses.parse(address), Terms(kind, heap_bytes)
     check_secret(secret)
     check_terms(terms)
-    if kind in SHARED and not where.path:
+    if kind in SHARED_MEMORY_KINDS and not parsed_address.path:
         raise ConfigError.field("kind", kind, f"stream for a tcp: address; {kind} needs unix:")
-    if kind in SHARED and shm is None:
+    if kind in SHARED_MEMORY_KINDS and shm is None:
         raise ConfigError.field("kind", kind, "stream: the compiled module moesaic.transport._shm is missing")
     if kind == "nixl":
         check_installed()
@@ -118,13 +118,13 @@ def dial(
 
     Raises ConnectionLost as `connect` does, and what `make_end` raises.
     """
-    where = addresses.parse(address)
+    parsed_address = addresses.parse(address)
     check_secret(secret)
     deadline = Deadline(timeout)
     try:
-        sock = addresses.dial(where, timeout)
+        sock = addresses.dial(parsed_address, timeout)
     except OSError as error:
-        raise ConnectionLost(f"no connection to {where}: {error.strerror or error}") from None
+        raise ConnectionLost(f"no connection to {parsed_address}: {error.strerror or error}") from None
     try:
         return make_end(ProvenPeer(sock, terms, prove_as_client(sock, secret, terms, deadline), deadline))
     except (OSError, ConnectionLost) as error:
@@ -142,7 +142,7 @@ def kind_of(transport: str, address: str) -> str:
     """
     if not address.startswith("unix:"):
         return "nixl" if transport == "nixl" else "stream"
-    if transport in SHARED and transport != "shm":
+    if transport in SHARED_MEMORY_KINDS and transport != "shm":
         return transport
     return "stream" if transport == "socket" or shm is None else "shm"
 
@@ -170,12 +170,12 @@ def _call_by_stream(server: ProvenPeer) -> Caller:
 def _call_one_sided(server: ProvenPeer) -> Caller:
     watch(server.sock)
     server.deadline.apply(server.sock)
-    sealed = wire(server.sock, server.keys)
-    return OneSidedCaller(sealed, meet(sealed, server.terms.heap_bytes, True, server.deadline))
+    sealed_wire = wire(server.sock, server.keys)
+    return OneSidedCaller(sealed_wire, meet(sealed_wire, server.terms.heap_bytes, True, server.deadline))
 
 
 _CALLERS: dict[str, Callable[[ProvenPeer], Caller]] = {
-    **dict.fromkeys(SHARED, _share_memory),
+    **dict.fromkeys(SHARED_MEMORY_KINDS, _share_memory),
     "stream": _call_by_stream,
     "nixl": _call_one_sided,
 }
@@ -210,13 +210,13 @@ def _answer_by_stream(client: ProvenPeer) -> Answerer:
 def _answer_one_sided(client: ProvenPeer) -> Answerer:
     watch(client.sock)
     client.deadline.apply(client.sock)
-    sealed = wire(client.sock, client.keys)
-    return OneSidedAnswerer(sealed, meet(sealed, client.terms.heap_bytes, False, client.deadline))
+    sealed_wire = wire(client.sock, client.keys)
+    return OneSidedAnswerer(sealed_wire, meet(sealed_wire, client.terms.heap_bytes, False, client.deadline))
 
 
-_ALWAYS: Mapping[str, Accept] = {"shm": accept_shared_memory, "stream": _answer_by_stream}
+_DEFAULT_KINDS: Mapping[str, Accept] = {"shm": accept_shared_memory, "stream": _answer_by_stream}
 """The kinds of connections that every Listener accepts."""
-ONE_SIDED: Mapping[str, Accept] = {"nixl": _answer_one_sided}
+NIXL_KIND: Mapping[str, Accept] = {"nixl": _answer_one_sided}
 """The kind whose client writes into memory of the server, which is not encrypted."""
 
 
@@ -225,7 +225,7 @@ class Listener:
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
     delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
-    kinds: the kinds of connections that it accepts beside "shm" and "stream", such as ONE_SIDED.
+    kinds: the kinds of connections that it accepts beside "shm" and "stream", such as NIXL_KIND.
 
     Raises ConfigError if it cannot listen at an address.
     """
@@ -240,27 +240,27 @@ class Listener:
         kinds: Mapping[str, Accept] | None = None,
     ) -> None:
         check_secret(secret)
-        self._kinds = {**_ALWAYS, **(kinds or {})}
+        self._kinds = {**_DEFAULT_KINDS, **(kinds or {})}
         self._secret, self._seconds, self._max_heap = secret, handshake_seconds, max_heap_bytes
-        listening, where = addresses.bind(addresses.parse(address))
+        listening, parsed_address = addresses.bind(addresses.parse(address))
         with contextlib.ExitStack() as undo:
             undo.callback(listening.close)
             further_sockets = [] if remote is None else [addresses.bind(addresses.parse(remote))]
             undo.pop_all()
-        self.address = str(where)
+        self.address = str(parsed_address)
         """The first address, with the actual port."""
         remote_addresses = "".join(
             str(find_advertised_address(bound_address)) for _, bound_address in further_sockets
         )
         self.endpoint = Endpoint(self.address, remote_addresses, this_host())
         """Where processes of this host and of others connect."""
-        self._file = where.file
+        self._file = parsed_address.file
         self._lock = threading.Lock()
         self._answerers: deque[Answerer] = deque()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._acceptors = [
             Acceptor(sock, str(bound_address), self._handshake, self._add, MAX_PENDING)
-            for sock, bound_address in ((listening, where), *further_sockets)
+            for sock, bound_address in ((listening, parsed_address), *further_sockets)
         ]
 
     def fileno(self) -> int:

@@ -77,9 +77,9 @@ def test_a_request_and_its_answer(ends: tuple[MailboxClient, MailboxServer]) -> 
     client.memory[HEAD : HEAD + 5] = np.frombuffer(b"hello", np.uint8)
     post(client, 7)
     assert server.ready() and server.take() == 7 and bytes(server.request[:5]) == b"hello"
-    assert server.take() is None and (client.posted, client.answered) == (7, 0)
+    assert server.take() is None and (client.request_number, client.answer_number) == (7, 0)
     server.answer(7)
-    assert client.answered == 7
+    assert client.answer_number == 7
     post(client, 11)
     assert server.take() == 11
 
@@ -111,7 +111,7 @@ def test_a_server_sleeps_only_while_its_client_rests(
     monkeypatch.setattr(mailbox.time, "sleep", naps.append)
     monkeypatch.setattr(mailbox, "AWAKE_SECONDS", 0.0)
     assert server.arm() and naps, "without requests it naps between two looks"
-    client.rest()
+    client.clear_awake()
     server.disarm()
     assert not server.arm()
 
@@ -119,10 +119,10 @@ def test_a_server_sleeps_only_while_its_client_rests(
 @pytest.mark.parametrize("who", [0, 1])
 def test_the_end_of_a_process_is_noticed(ends: tuple[MailboxClient, MailboxServer], who: int) -> None:
     stays, goes = ends[1 - who], ends[who]
-    assert stays.look(at_once=True)
+    assert stays.look(force=True)
     goes.close()
     assert select.select([stays.fileno()], [], [], 5)[0]
-    assert not stays.look(at_once=True)
+    assert not stays.look(force=True)
     if isinstance(stays, MailboxServer):
         with pytest.raises(ConnectionLost):
             stays.take()
@@ -132,12 +132,12 @@ def test_a_client_that_leaves_waits_for_the_server(ends: tuple[MailboxClient, Ma
     """Until then the server may write an answer, so the client keeps the memory."""
     client, server = ends
     client.leave()
-    assert not client.left
+    assert not client.has_server_left
     server.disarm()
     with pytest.raises(ConnectionLost):
         server.take()
     server.close()
-    assert client.left
+    assert client.has_server_left
 
 
 def test_a_listener_without_devices_refuses(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Place:
 
     def client(self, rows: int = ROWS, pairs: int = PAIRS, answers: bytes = b"answers") -> MailboxClient:
         names = RowMemory(rows, self.layout.hidden, pairs, b"rows", answers)
-        self.clients.append(connect_mailbox(self.address, SECRET, names.request_bytes, names.packed()))
+        self.clients.append(connect_mailbox(self.address, SECRET, names.request_bytes, names.pack()))
         return self.clients[-1]
 
     def close(self) -> None:
@@ -113,10 +113,10 @@ class Place:
     def answered(self, client: MailboxClient) -> bool:
         """Whether it is, before the connection ends."""
         end = time.monotonic() + 60
-        while client.answered != client.posted and client.look(at_once=True):
+        while client.answer_number != client.request_number and client.look(force=True):
             assert time.monotonic() < end
             self.server.turn(0.01)
-        return client.answered == client.posted
+        return client.answer_number == client.request_number
 
 
 @pytest.fixture
@@ -172,14 +172,14 @@ def test_a_client_of_another_model_is_refused(place: Place) -> None:
             place.client(**wrong)  # type: ignore[arg-type]
     names = RowMemory(ROWS, place.layout.hidden + 1, PAIRS, b"rows", b"answers")
     with pytest.raises(ConnectionLost):
-        connect_mailbox(place.address, SECRET, names.request_bytes, names.packed())
+        connect_mailbox(place.address, SECRET, names.request_bytes, names.pack())
 
 
 def test_memory_is_closed_before_the_client_can_notice(place: Place) -> None:
     client = place.client()
     client.leave()
     end = time.monotonic() + 60
-    while not client.left:
+    while not client.has_server_left:
         assert time.monotonic() < end
         place.server.turn(0.01)
     assert all(memory.closed for memory in place.sharing.made.values())
@@ -197,9 +197,9 @@ def test_memory_that_cannot_be_closed_is_kept(place: Place, monkeypatch: pytest.
     monkeypatch.setattr(Memory, "close", refused)
     client.leave()
     end = time.monotonic() + 20
-    while client.look(at_once=True):
+    while client.look(force=True):
         assert time.monotonic() < end
         place.server.turn(0.01)
-    assert not client.left
+    assert not client.has_server_left
     place.post(other, [1], [1])
     assert place.answered(other)

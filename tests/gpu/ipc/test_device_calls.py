@@ -25,13 +25,13 @@ from moesaic.gpu.ipc.device_calls import (
     DeviceIncoming,
     device_kind,
 )
-from moesaic.gpu.ipc.device_heap import ALIGNED, DeviceHeap
+from moesaic.gpu.ipc.device_heap import ALIGNMENT, DeviceHeap
 from moesaic.transport.calls import Incoming
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.shm import ShmCaller
 from moesaic.transport.waiting import wait
 
-ROOM = 4 * ALIGNED
+ROOM = 4 * ALIGNMENT
 ROW = 40
 
 
@@ -116,9 +116,9 @@ def pair(gpu: Gpu, tmp_path: Path) -> Iterator[Pair]:
 def test_rows_are_read_and_written_in_the_clients_memory(gpu: Gpu, pair: Pair) -> None:
     call, incoming = pair.call()
     assert bytes(incoming.request) == b"which" and (incoming.rows, incoming.row_bytes) == (2, ROW)
-    assert incoming.shared is not None and len(incoming.answer) == 2
-    assert incoming.shared.rows.tolist() == list(range(3 * ROW))
-    incoming.shared.answer[ROW:] = 7
+    assert incoming.call_rows is not None and len(incoming.answer) == 2
+    assert incoming.call_rows.rows.tolist() == list(range(3 * ROW))
+    incoming.call_rows.answer[ROW:] = 7
     incoming.answer[1:2] = b"\1"
     incoming.publish(np.array([1]))
     [(same, rows)] = pair.caller.poll()
@@ -138,7 +138,7 @@ def test_calls_of_the_host_go_beside_them(pair: Pair) -> None:
     call.request[:] = b"all"
     pair.caller.post(call)
     incoming = pair.incoming()
-    assert incoming.shared is None and incoming.row_bytes == 4 and bytes(incoming.request) == b"all"
+    assert incoming.call_rows is None and incoming.row_bytes == 4 and bytes(incoming.request) == b"all"
     incoming.answer[:] = b"done"
     incoming.publish(np.array([0]))
     assert [same for same, _ in pair.caller.poll()] == [call] and call.answer.tobytes() == b"done"
@@ -153,7 +153,7 @@ def test_a_place_is_used_again_once_the_host_has_waited(pair: Pair) -> None:
     assert call.place is not None
     second, _ = pair.call()
     assert second.place is not None and second.place.begin != call.place.begin
-    pair.heap.waited()
+    pair.heap.reclaim_places()
     third, _ = pair.call()
     assert third.place is not None and third.place.begin == call.place.begin
 
@@ -162,7 +162,7 @@ def test_a_call_that_ends_early_keeps_its_place(pair: Pair) -> None:
     """The server may still write there."""
     call, incoming = pair.call()
     pair.caller.release(call)
-    pair.heap.waited()
+    pair.heap.reclaim_places()
     other, _ = pair.call()
     assert call.place is not None and other.place is not None and other.place.begin != call.place.begin
     incoming.publish(np.array([0, 1]))
@@ -171,24 +171,24 @@ def test_a_call_that_ends_early_keeps_its_place(pair: Pair) -> None:
 def test_a_heap_grows_and_joins_what_is_free() -> None:
     gpu = Gpu()
     heap = DeviceHeap(gpu.export)
-    places = [heap.take(ALIGNED - 1) for _ in range(4)]
-    assert [place.begin for place in places] == [0, ALIGNED, 2 * ALIGNED, 3 * ALIGNED]
-    assert len(places[0].tensor) == ALIGNED - 1 and heap.size == ROOM
+    places = [heap.take(ALIGNMENT - 1) for _ in range(4)]
+    assert [place.begin for place in places] == [0, ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT]
+    assert len(places[0].tensor) == ALIGNMENT - 1 and heap.size == ROOM
     grown = heap.take(ROOM + 1)
     assert grown.begin == 0 and grown.memory is not places[0].memory
     for place in (places[0], places[2], places[1]):
         heap.give_back(place)
-    heap.waited()
-    assert heap.take(3 * ALIGNED).begin == 0
+    heap.reclaim_places()
+    assert heap.take(3 * ALIGNMENT).begin == 0
     heap.close()
     assert all(memory.closed for memory in gpu.exported.values())
 
 
 @pytest.mark.parametrize(
-    ("begin", "name"), [(3 * ALIGNED, b""), (1, b""), (1 << 40, b""), (0, b"memory 9"), (0, b"m")]
+    ("begin", "name"), [(3 * ALIGNMENT, b""), (1, b""), (1 << 40, b""), (0, b"memory 9"), (0, b"m")]
 )
 def test_damaged_places_drop_the_client(pair: Pair, begin: int, name: bytes) -> None:
-    place = pair.rows.take(2 * ALIGNED)
+    place = pair.rows.take(2 * ALIGNMENT)
     memory = Memory(name or place.memory.name, place.tensor)
     wrong = type(place)(memory, begin, place.size, place.room)
     call = pair.caller.open_on_device(5, 2, ROW, wrong)
@@ -278,12 +278,12 @@ def test_a_closed_socket_says_nothing_of_a_living_process() -> None:
         departures.add(ours, b"!", os.pidfd_open(process.pid), heap)
         theirs.close()
         departures.poll()
-        assert len(departures) == 1 and not heap.closed
+        assert len(departures) == 1 and not heap.is_closed
         process.kill()
         until = time.monotonic() + PATIENCE
         while len(departures) and time.monotonic() < until:
             departures.poll()
-        assert heap.closed
+        assert heap.is_closed
     finally:
         process.kill()
         process.communicate()
@@ -294,7 +294,7 @@ def test_a_client_that_ends_waits_a_moment_for_servers(pair: Pair, monkeypatch: 
     pair.call()
     pair.caller.close()
     pair.departures.close()
-    assert not len(pair.departures) and not pair.heap.closed, "a server that stays keeps the memory"
+    assert not len(pair.departures) and not pair.heap.is_closed, "a server that stays keeps the memory"
     assert GOODBYE != b"!", "which wakes a peer"
 
 
@@ -302,7 +302,7 @@ def test_a_connection_that_comes_too_late_is_closed_at_once(pair: Pair) -> None:
     """A thread that connects may have made it while the client ended."""
     pair.departures.close()
     pair.caller.close()
-    assert not len(pair.departures) and not pair.heap.closed
+    assert not len(pair.departures) and not pair.heap.is_closed
 
 
 def test_memory_of_a_client_that_has_ended_is_a_lost_connection(
@@ -316,7 +316,7 @@ def test_memory_of_a_client_that_has_ended_is_a_lost_connection(
         raise ConfigError("the GPUs have no peer access")
 
     monkeypatch.setattr(pair.answerer, "_open_memory", refused)
-    monkeypatch.setattr("moesaic.gpu.ipc.device_calls.ended", lambda process, seconds: ended)
+    monkeypatch.setattr("moesaic.gpu.ipc.device_calls.has_ended", lambda process, seconds: ended)
     monkeypatch.setattr(DeviceAnswerer, "has_opened", False)
     with pytest.raises(ConfigError, match="no peer access"):
         pair.call()

@@ -17,7 +17,7 @@ from moesaic.experts import wire
 from moesaic.gpu.exchange.lifeline import connect_lifeline, lifeline_kind
 from moesaic.gpu.nvshmem import answerer as nvshmem_answerer
 from moesaic.gpu.nvshmem.answerer import Inbox, NvshmemAnswerer
-from moesaic.gpu.nvshmem.job import Channels, Joined, NvshmemJob
+from moesaic.gpu.nvshmem.job import Channels, JobPlace, NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NvshmemDialer, NvshmemMailbox
 from moesaic.transport import host_watch
 from moesaic.transport.listening import Listener
@@ -54,7 +54,7 @@ class Heap:
         while self.late:
             self.late.pop(0)()
 
-    def arrived(self, signal: int, number: int) -> None:
+    def await_signal(self, signal: int, number: int) -> None:
         assert int(self.tensor[signal : signal + 8].view(torch.int64)[0]) == number
 
     def quiet(self) -> None:
@@ -75,14 +75,14 @@ class Place:
         heaps: dict[int, Heap] = {}
         self.places = [JoinJob(b"a job", pe, WORKERS, 1) for pe in range(WORKERS + 1)]
         self.heaps = [Heap(pe, heaps) for pe in range(WORKERS + 1)]
-        self.joined = [Joined(*each) for each in zip(self.heaps, [WHERE] * 3, self.places, strict=True)]
+        self.joined = [JobPlace(*each) for each in zip(self.heaps, [WHERE] * 3, self.places, strict=True)]
         self.inbox = Inbox(self._job(WORKERS))
         self.listener = Listener(address, SECRET, kinds=lifeline_kind(self.inbox.accept))
         self.dialers = [NvshmemDialer(self._job(pe), Sharing(), torch.device("cpu"), HIDDEN) for pe in (0, 1)]  # type: ignore[arg-type]
         self.number, self._ends = 0, list[NvshmemMailbox | NvshmemAnswerer]()
 
     def _job(self, pe: int) -> NvshmemJob:
-        return cast(NvshmemJob, SimpleNamespace(joined=self.joined[pe]))
+        return cast(NvshmemJob, SimpleNamespace(job_place=self.joined[pe]))
 
     @property
     def server(self) -> Heap:
@@ -100,7 +100,7 @@ class Place:
 
     def opened(self, worker: int = 0) -> tuple[NvshmemMailbox, NvshmemAnswerer]:
         mailbox, end = self.dial(worker)
-        soon(lambda: end.poll() == [] and mailbox.quiet)
+        soon(lambda: end.poll() == [] and mailbox.is_quiet)
         return mailbox, end
 
     def post(self, mailbox: NvshmemMailbox, worker: int = 0) -> None:
@@ -111,7 +111,7 @@ class Place:
         memory = memoryview(heap.tensor.numpy())[WHERE.request(0) :][:size]  # type: ignore[arg-type]
         given = 0, pairs, np.zeros(2, int), None, np.zeros((1, HIDDEN), np.float32)
         wire.write(memory, *given, places=np.zeros(1, int))
-        told = mailbox._told
+        told = mailbox._host_page
         told.header[:size] = memory
         told._words[0] = self.number
         where = WHERE.request(worker), WHERE.request(0), WHERE.rows_at(1, 2) + 4 * HIDDEN
@@ -154,10 +154,10 @@ def test_a_channel_that_is_used_again_counts_no_old_request(place: Place) -> Non
     with pytest.raises(ConnectionLost):
         soon(lambda: end.poll() != [])
     again, other = place.dial()
-    assert other.poll() == [] and not again.quiet
+    assert other.poll() == [] and not again.is_quiet
     assert again.progress() == (0, 0)
     place.server.arrive()
-    soon(lambda: other.poll() == [] and again.quiet)
+    soon(lambda: other.poll() == [] and again.is_quiet)
     assert again.progress() == (0, 0)
     place.post(again)
     assert again.progress() == (2, 0)
@@ -175,10 +175,10 @@ def test_a_channel_opens_though_the_server_sleeps(place: Place, monkeypatch: pyt
     soon(lambda: other.poll() == [] and not wait([other], timeout=0.01))
     place.heaps[0].arrive()
     until = time.monotonic() + 5
-    while not again.quiet and time.monotonic() < until:
+    while not again.is_quiet and time.monotonic() < until:
         if wait([other], timeout=0.01):
             other.poll()
-    assert again.quiet
+    assert again.is_quiet
 
 
 def test_nothing_is_sent_to_a_worker_that_died_meanwhile(place: Place) -> None:
@@ -212,7 +212,7 @@ def test_words_are_read_only_while_graphs_may_ask(place: Place, monkeypatch: pyt
     mailbox, end = place.opened()
     monkeypatch.setattr(nvshmem_answerer, "AWAKE_SECONDS", 0.0)
     place.post(mailbox)
-    soon(lambda: end._line.look(at_once=True) and not end.ready())
+    soon(lambda: end._line.look(force=True) and not end.ready())
     assert not end.ready() and end.poll() == []
     monkeypatch.setattr(nvshmem_answerer, "AWAKE_SECONDS", 60.0)
     mailbox.wake()

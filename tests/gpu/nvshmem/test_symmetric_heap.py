@@ -87,9 +87,9 @@ def test_a_process_writes_into_the_memory_of_another(processes: Processes) -> No
     heaps[0].tensor[16:20] = torch.tensor([1, 2, 3, 4])
     heaps[0].put(32, 16, 3, 64, 9, 1)
     assert heaps[1].tensor.tolist() == [0] * 32 + [1, 2, 3] + [0] * 29 + [9] + [0] * 191
-    heaps[1].arrived(64, 9)
+    heaps[1].await_signal(64, 9)
     with pytest.raises(AssertionError, match="wait for ever"):
-        heaps[1].arrived(64, 10)
+        heaps[1].await_signal(64, 10)
     assert libraries[0].calls[-1] == "putmem_signal_on_stream"
 
 
@@ -176,7 +176,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`gpu.triton.nvshmem`, which has launched nothing yet."""
     pytest.importorskip("triton")
     module = importlib.import_module("moesaic.gpu.triton.nvshmem")
-    monkeypatch.setattr(module, "_known", set())
+    monkeypatch.setattr(module, "_known_kernels", set())
     module._library.cache_clear()
     return module
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.runtime.group.test_rows import in_threads, same
 from tests.support.thread_peers import thread_peers
-from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, Launches
+from tests.support.triton_kernels import DEVICE, IS_INTERPRETED, TRITON, Launches
 
 from moesaic.experts.collectives.group import Traffic
 from moesaic.gpu.triton import launching
@@ -84,7 +84,7 @@ def test_launches_of_a_collective(name: str) -> None:
     assert Launches.count - before == wanted
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="ranks are threads here")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="ranks are threads here")
 @pytest.mark.parametrize("size", [2, 3])
 def test_collectives_have_the_bits_and_bytes_of_the_host(size: int) -> None:
     lock, run, ends = threading.Lock(), launching.run, thread_peers(size)

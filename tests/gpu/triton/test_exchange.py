@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.triton_kernels import INTERPRETED, Launches
+from tests.support.triton_kernels import IS_INTERPRETED, Launches
 
 from moesaic.experts import wire
 from moesaic.gpu.exchange.exchange_launches import ADDRESSES, LEAST_SLOTS, Exchange
 from moesaic.gpu.triton import exchange
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="mailboxes of this test are memory of the CPU")
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="mailboxes of this test are memory of the CPU")
 
 LAYER, INDEX, WORKER, EXPERTS = 5, 1, 77, 6
 POLLS = 1 << 20
@@ -97,7 +97,7 @@ def test_a_layer_of_a_step(step: tuple[torch.Tensor, torch.Tensor, int, list[int
     exchange.post(mailboxes.exchange, INDEX)
     of_pair = torch.tensor(table)[ids[:live]].flatten()
     asked = torch.bincount(of_pair, minlength=LEAST_SLOTS)
-    assert torch.equal(mailboxes.exchange.asked[INDEX].long(), asked)
+    assert torch.equal(mailboxes.exchange.pair_counts[INDEX].long(), asked)
     assert torch.equal(mailboxes.words[0], torch.where(asked > 0, 42, 0))
     assert torch.equal(mailboxes.exchange.rows[:live], hidden[:live])
     assert mailboxes.exchange.rows[live:].isnan().all()

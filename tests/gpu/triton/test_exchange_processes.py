@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.support.triton_kernels import INTERPRETED
+from tests.support.triton_kernels import IS_INTERPRETED
 
 from moesaic.experts import wire
 from moesaic.gpu.exchange.exchange_launches import ADDRESSES, LEAST_SLOTS, Exchange
@@ -18,7 +18,7 @@ from moesaic.gpu.triton import exchange
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not INTERPRETED, reason="files in place of a GPU's memory"),
+    pytest.mark.skipif(not IS_INTERPRETED, reason="files in place of a GPU's memory"),
 ]
 ROWS, TOP_K, WIDTH, EXPERTS = 3, 2, 8, 4
 SIZES = {"words": 16, "request": 64, "hidden": ROWS * WIDTH, "answers": ROWS * TOP_K * WIDTH}

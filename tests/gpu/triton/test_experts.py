@@ -112,7 +112,7 @@ def test_a_page_table_says_which_experts_are_there(
 
 def test_pairs_are_grouped_by_expert_in_their_order() -> None:
     ids = torch.tensor([2, 0, 2, 5, 0, 2, 2, 2] * 5, device=DEVICE)
-    order, tiles, rows = module.grouped(ids, 7)
+    order, tiles, rows = module.group_pairs(ids, 7)
     assert torch.equal(order.cpu().long(), ids.cpu().argsort(stable=True))
     used = [tuple(tile) for tile in tiles.tolist() if tile[1] < tile[2]]
     assert used == [(0, 0, 10), (2, 10, 26), (2, 26, 35), (5, 35, 40)] and rows == 16

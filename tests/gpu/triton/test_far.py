@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support import delta_steps
-from tests.support.triton_kernels import DEVICE, INTERPRETED, TRITON, close
+from tests.support.triton_kernels import DEVICE, IS_INTERPRETED, TRITON, close
 
 from moesaic.core.tokens import TokenBatch
 from moesaic.core.weight_types import row_bytes
@@ -53,7 +53,7 @@ def test_rows_at_the_end_of_a_large_matrix() -> None:
     assert torch.equal(first, last)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="these states are on the CPU")
+@pytest.mark.skipif(not IS_INTERPRETED, reason="these states are on the CPU")
 def test_states_at_the_end_of_a_large_cache() -> None:
     """A page has the state of a sequence, and a seat its last rows."""
     sizes = StateSizes(1, 2, 64, 64, 4)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from tests.gpu.triton.test_exchange import EXPERTS, INDEX, LAYER, POLLS, WORKER, steps
 from tests.support.nvshmem_calls import calls
-from tests.support.triton_kernels import INTERPRETED, Launches
+from tests.support.triton_kernels import IS_INTERPRETED, Launches
 
 from moesaic.core.messages import JoinJob
 from moesaic.experts import wire
@@ -21,7 +21,7 @@ from moesaic.gpu.exchange.exchange_launches import ADDRESSES, LEAST_SLOTS, Excha
 from moesaic.gpu.nvshmem.job import Channels
 from moesaic.gpu.triton import nvshmem_exchange as exchange
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the heaps of this test are memory of the CPU")
+pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="the heaps of this test are memory of the CPU")
 
 
 class Heaps:
@@ -112,7 +112,7 @@ def test_a_layer_of_a_step(step: tuple[torch.Tensor, torch.Tensor, int, list[int
         exchange.post(heaps.exchange, INDEX)
         of_pair = torch.tensor(table)[ids[:live]].flatten()
         asked = torch.bincount(of_pair, minlength=LEAST_SLOTS)
-        assert torch.equal(heaps.exchange.asked[INDEX].long(), asked)
+        assert torch.equal(heaps.exchange.pair_counts[INDEX].long(), asked)
         assert torch.equal(heaps.told[0], torch.where(asked > 0, 42, 0))
         assert len(heaps.sent) == int((asked > 0).sum())
         for slot in asked.nonzero().flatten().tolist():

@@ -14,7 +14,7 @@ from tests.support.paged_steps import tokens
 
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.experts.collectives.one_shot import local_group
-from moesaic.gpu.graphs.graph_inputs import unrecorded
+from moesaic.gpu.graphs.graph_inputs import run_eagerly
 from moesaic.gpu.ranks.recorded_attention import AttentionRecordings
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.runtime.group import shared_attention
@@ -51,7 +51,7 @@ class Ranks:
     def __init__(self) -> None:
         self.first, second = local_group(2)
         rows, no_memory = HostRows(second), cast(Any, None)
-        recordings = AttentionRecordings(MODEL, no_memory, CPU, 16, rows, unrecorded, 4)
+        recordings = AttentionRecordings(MODEL, no_memory, CPU, 16, rows, run_eagerly, 4)
         rank = AttentionRank(MODEL, no_memory, CPU, 16, rows, recordings)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, args=(rank,))

@@ -18,7 +18,7 @@ from moesaic.policy.scheduling.schedulers.actions import RowSource, RunSegment, 
 from moesaic.runtime.model_loading import LoadedModel, load_model
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
-from moesaic.runtime.step.recorded import RecordedRunner
+from moesaic.runtime.step.recorded_runner import RecordedRunner
 from moesaic.runtime.step.running_step import Combine, SegmentRunner
 from moesaic.runtime.step.stages import BlockStages
 

@@ -47,7 +47,7 @@ LOOK_SECONDS = 1e-3
 NAP_SECONDS = 2e-5
 CLOSE_SECONDS = 1.0
 """How long a worker that ends waits for servers to let its memory go."""
-WHOLE = "decode steps are one CUDA graph each from now on"
+WHOLE_GRAPH = "decode steps are one CUDA graph each from now on"
 IN_PARTS = "decode steps are computed in parts until every expert has a server with a mailbox"
 Result = TypeVar("Result")
 ChosenIds = Sequence[torch.Tensor | IntArray]
@@ -61,14 +61,14 @@ class RecordedExperts:
         """layers: with routed experts, in the order of the exchange's tables."""
         self._exchange, self._operations = exchange, operations
         self._index = {layer: index for index, layer in enumerate(layers)}
-        self._submitted = 0
+        self._num_submitted = 0
         self._open: tuple[RequestHandle, ExpertRequest, torch.Tensor] | None = None
 
     def submit(self, request: ExpertRequest) -> RequestHandle:
         """Raises ValueError for a request of partial sums."""
         if request.weights is not None:
             raise ValueError("a mailbox takes no request of partial sums")
-        handle, self._submitted = RequestHandle(self._submitted), self._submitted + 1
+        handle, self._num_submitted = RequestHandle(self._num_submitted), self._num_submitted + 1
         index = self._index[request.layer]
         sources = self._operations.dispatch(self._exchange, index, request.hidden, request.expert_ids)
         self._operations.post(self._exchange, index)
@@ -93,11 +93,11 @@ class _Recording(Generic[Result]):
         self.result = inner.result
 
     def run(self, expert_rows: torch.Tensor | None = None) -> Result:
-        """See `Recording`. The result is there once the graph has ended."""
+        """Launch the graph. Its result is valid once the graph has ended."""
         return self._launch(partial(self._inner.run, expert_rows))
 
     def free(self) -> None:
-        """See `Recording`."""
+        """Free the recording."""
         self._inner.free()
 
 
@@ -120,7 +120,7 @@ class _Server:
     entry: ServerEntry
     mailbox: ServerMailbox
     slot: int
-    given_up: bool = False
+    has_given_up: bool = False
     """Whether the worker has given up the connection beside it. A new connection gets a new mailbox."""
 
 
@@ -128,7 +128,7 @@ class DeviceExchange:
     """The mailboxes of a worker, and the `ExpertServers` of its loop. Used by one thread.
 
     `ready` says whether a graph may begin. Then come `begin` and the graph's launch. The step is over when
-    `ended` returns true, and `failed` says how.
+    `poll_end` returns true, and `has_failed` says how.
     """
 
     def __init__(
@@ -151,15 +151,15 @@ class DeviceExchange:
         self._dialer, self._connecting = dialer, Connecting(dialer.dial, remote.wakeup)
         self._directory, self._secret = Directory(-1, [], {}), b""
         self._servers: dict[int, _Server] = {}
-        self._wanted: dict[int, ServerEntry] = {}
+        self._target_servers: dict[int, ServerEntry] = {}
         """Servers that get a mailbox, or have one."""
         self._leaving: list[ServerMailbox] = []
         """Mailboxes of servers that were given up and may still write."""
-        self._known: tuple[object, ...] = ()
+        self._table_sources: tuple[object, ...] = ()
         """What the table was made from."""
-        self._routed: IntArray | None = None
+        self._routes: IntArray | None = None
         """[layers, E] the server of each expert. None: some expert has no server with a mailbox."""
-        self._whole: bool | None = None
+        self._is_whole_graph: bool | None = None
         """Whether the last step could be one graph."""
         self._version = -1
         """Version of the directory that the table was made from."""
@@ -167,7 +167,7 @@ class DeviceExchange:
         remote.report_other_calls = self._progress
         self._layer_pairs = np.zeros(len(layout.layers), dtype=np.int64)
         self._calls = 0
-        self.failed = False
+        self.has_failed = False
         """Whether the last step has to be computed once more."""
 
     # ---- a step
@@ -176,16 +176,16 @@ class DeviceExchange:
         """Whether a graph may begin: each expert has a server with a mailbox that owes no answer."""
         self._follow()
         self._route_anew()
-        whole = self._routed is not None
-        begins = whole and all(one.mailbox.quiet for one in self._servers.values())
-        if begins != self._whole and (begins or not whole):
-            self._whole = begins
-            LOG.info(WHOLE if begins else IN_PARTS)
+        has_routes = self._routes is not None
+        begins = has_routes and all(state.mailbox.is_quiet for state in self._servers.values())
+        if begins != self._is_whole_graph and (begins or not has_routes):
+            self._is_whole_graph = begins
+            LOG.info(WHOLE_GRAPH if begins else IN_PARTS)
         return begins
 
     def begin(self, live: int) -> None:
         """A graph will be launched now, by a recording of `recorder`. live: rows that are not padded."""
-        self._live, self._under_way, self.failed = live, True, False
+        self._live, self._under_way, self.has_failed = live, True, False
         self._hold(True)
 
     def recorder(self, make: Callable[[], OperationRecorder]) -> Callable[[], OperationRecorder]:
@@ -193,13 +193,13 @@ class DeviceExchange:
         return lambda: _Recorder(make(), self._launch)
 
     def _launch(self, replay: Callable[[], Result]) -> Result:
-        for one in self._servers.values():
-            one.mailbox.wake()  # only now: to record a graph may take long
+        for state in self._servers.values():
+            state.mailbox.wake()  # only now: to record a graph may take long
         return self._memory.launch(self._live, replay)
 
-    def ended(self) -> bool:
+    def poll_end(self) -> bool:
         """Whether the graph has ended. Ends a step whose server is gone."""
-        if self._under_way and self._memory.ended:
+        if self._under_way and self._memory.has_ended:
             self._under_way = False
             self._hold(False)
             self._end()
@@ -207,28 +207,28 @@ class DeviceExchange:
             self._watch()
         return not self._under_way
 
-    def sent(self, expert_ids: ChosenIds) -> None:
+    def report_routes(self, expert_ids: ChosenIds) -> None:
         """Tell who wants to know which server computed what. expert_ids: [n, k] of the model's layers."""
-        if self._remote.routes is None or self._routed is None:
+        if self._remote.routes is None or self._routes is None:
             return
         for index, layer in enumerate(self._layout.model_layers):
             ids = torch.as_tensor(expert_ids[index]).cpu().numpy().reshape(-1)
-            self._remote.routes.on_rows_sent(layer, ids, self._routed[self._layout.layers.index(layer)][ids])
+            self._remote.routes.on_rows_sent(layer, ids, self._routes[self._layout.layers.index(layer)][ids])
 
-    def _hold(self, held: bool) -> None:
+    def _hold(self, is_frozen: bool) -> None:
         """Whether memory of connections that are gone is kept: freeing some waits for what is under way."""
-        self._remote.memory.is_frozen = held
+        self._remote.memory.is_frozen = is_frozen
 
     def _end(self) -> None:
-        failed, asked = self._memory.result()
-        doubts = [server for server, one in self._servers.items() if one.mailbox.doubts()]
-        self.failed = failed or bool(doubts)
-        self._layer_pairs += asked.sum(axis=1)
-        self._calls += int(np.count_nonzero(asked))
+        has_failed, pair_counts = self._memory.result()
+        doubts = [server for server, state in self._servers.items() if state.mailbox.doubts()]
+        self.has_failed = has_failed or bool(doubts)
+        self._layer_pairs += pair_counts.sum(axis=1)
+        self._calls += int(np.count_nonzero(pair_counts))
         self._progress()
-        for one in self._servers.values():
-            one.mailbox.rest()
-        if failed:
+        for state in self._servers.values():
+            state.mailbox.end_graph()
+        if has_failed:
             LOG.warning("a step is computed once more: an expert server is gone or late")
         elif doubts:
             LOG.warning("a step is computed once more: expert servers %s did not answer numbers", doubts)
@@ -239,24 +239,24 @@ class DeviceExchange:
         One that leaves the directory stays until the step has ended.
         """
         self._progress()
-        listed = {entry.server for entry in self._directory.servers}
-        connected = self._remote.connected_servers
-        for server, one in self._servers.items():
-            one.given_up |= server in listed and connected.get(server) != one.entry
-            if one.given_up or not one.mailbox.alive():
+        directory_servers = {entry.server for entry in self._directory.servers}
+        connections = self._remote.connected_servers
+        for server, state in self._servers.items():
+            state.has_given_up |= server in directory_servers and connections.get(server) != state.entry
+            if state.has_given_up or not state.mailbox.alive():
                 self._memory.abort()
 
     def _progress(self) -> None:
         """Tell `Replicas`, which decides who is late, what the servers were asked and have answered."""
-        now, asked = self._clock(), self._replicas.connected_servers
-        for server, one in self._servers.items():
-            sent, answered = one.mailbox.progress()
-            if server not in asked:
+        now, replica_servers = self._clock(), self._replicas.connected_servers
+        for server, state in self._servers.items():
+            sent_pairs, answered_pairs = state.mailbox.progress()
+            if server not in replica_servers:
                 continue
-            if sent:
-                self._replicas.record_sent(server, sent, now)
-            if answered:
-                self._replicas.record_answer(server, answered, now)
+            if sent_pairs:
+                self._replicas.record_sent(server, sent_pairs, now)
+            if answered_pairs:
+                self._replicas.record_answer(server, answered_pairs, now)
 
     # ---- between steps
 
@@ -265,65 +265,73 @@ class DeviceExchange:
         self._progress()
         for entry, mailbox in self._connecting.take_connections():
             self._join(entry, mailbox)
-        there = self._remote.connected_servers
-        connected = {one.server: one for one in self._directory.servers if there.get(one.server) == one}
-        for server, entry in list(self._wanted.items()):
-            known = self._servers.get(server)
-            gone = known is not None and (known.given_up or not known.mailbox.alive())
-            if connected.get(server) != entry or gone:
+        connections = self._remote.connected_servers
+        connected_entries = {
+            entry.server: entry for entry in self._directory.servers if connections.get(entry.server) == entry
+        }
+        for server, entry in list(self._target_servers.items()):
+            server_state = self._servers.get(server)
+            is_gone = server_state is not None and (
+                server_state.has_given_up or not server_state.mailbox.alive()
+            )
+            if connected_entries.get(server) != entry or is_gone:
                 self._drop(server)
-        for server, entry in connected.items():
-            if server not in self._wanted:
-                self._wanted[server] = entry
+        for server, entry in connected_entries.items():
+            if server not in self._target_servers:
+                self._target_servers[server] = entry
                 self._connecting.start(entry, self._secret)
-        self._leaving = [one for one in self._leaving if not one.free()]
+        self._leaving = [mailbox for mailbox in self._leaving if not mailbox.free()]
 
     def _join(self, entry: ServerEntry, mailbox: ServerMailbox) -> None:
-        taken = {one.slot for one in self._servers.values()}
-        free = next((slot for slot in range(self._memory.exchange.slots) if slot not in taken), None)
-        if free is None:
-            LOG.warning("expert server %d gets no mailbox: %d servers have one", entry.server, len(taken))
-        twice = entry.server in self._servers  # an attempt that was stopped may still have succeeded
-        if self._wanted.get(entry.server) != entry or twice or free is None:
+        occupied_slots = {state.slot for state in self._servers.values()}
+        free_slot = next(
+            (slot for slot in range(self._memory.exchange.slots) if slot not in occupied_slots), None
+        )
+        if free_slot is None:
+            LOG.warning(
+                "expert server %d gets no mailbox: %d servers have one", entry.server, len(occupied_slots)
+            )
+        is_duplicate = entry.server in self._servers  # an attempt that was stopped may still have succeeded
+        if self._target_servers.get(entry.server) != entry or is_duplicate or free_slot is None:
             mailbox.leave()
             self._leaving.append(mailbox)
             return
-        self._servers[entry.server] = _Server(entry, mailbox, free)
+        self._servers[entry.server] = _Server(entry, mailbox, free_slot)
 
     def _drop(self, server: int) -> None:
         self._connecting.stop(server)
-        del self._wanted[server]
-        known = self._servers.pop(server, None)
-        if known is not None:
-            known.mailbox.leave()
-            self._leaving.append(known.mailbox)
+        del self._target_servers[server]
+        dropped_server = self._servers.pop(server, None)
+        if dropped_server is not None:
+            dropped_server.mailbox.leave()
+            self._leaving.append(dropped_server.mailbox)
 
     def _route_anew(self) -> None:
         """Write the table if anything has changed.
 
         A step begins, so that servers owe nothing: else it would leave those out that just have work.
         """
-        slots = tuple((server, one.slot) for server, one in sorted(self._servers.items()))
-        known_now = self._directory.version, frozenset(self._wanted), slots
-        if known_now != self._known:
-            self._known = known_now
+        slots = tuple((server, state.slot) for server, state in sorted(self._servers.items()))
+        table_sources = self._directory.version, frozenset(self._target_servers), slots
+        if table_sources != self._table_sources:
+            self._table_sources = table_sources
             self._route()
 
     def _route(self) -> None:
         """Write the table: for each expert the server that `Replicas` would ask now."""
-        every = np.arange(self._layout.num_experts)
-        routed = np.stack([self._replicas.route(layer, every) for layer in self._layout.layers])
-        missing = sorted(set(np.unique(routed).tolist()) - self._servers.keys())
+        expert_ids = np.arange(self._layout.num_experts)
+        routes = np.stack([self._replicas.route(layer, expert_ids) for layer in self._layout.layers])
+        missing = sorted(set(np.unique(routes).tolist()) - self._servers.keys())
         if missing:
-            self._routed = None
+            self._routes = None
             return
-        self._routed, self._version = routed, self._directory.version
+        self._routes, self._version = routes, self._directory.version
         slots = np.zeros(1 + max(self._servers), dtype=np.int32)
         addresses = np.zeros((ADDRESSES, self._memory.exchange.slots), dtype=np.int64)
-        for server, one in self._servers.items():
-            column = one.mailbox.addresses
-            slots[server], addresses[: len(column), one.slot] = one.slot, column
-        self._memory.place(addresses, slots[routed])
+        for server, state in self._servers.items():
+            column = state.mailbox.addresses
+            slots[server], addresses[: len(column), state.slot] = state.slot, column
+        self._memory.place(addresses, slots[routes])
 
     # ---- ExpertServers
 
@@ -353,8 +361,8 @@ class DeviceExchange:
         if not self._under_way:
             self._follow()
             return self._remote.wait(timeout, wakeup)
-        until = self._clock() + (LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout))
-        while not self._memory.ended and self._clock() < until:
+        deadline = self._clock() + (LOOK_SECONDS if timeout is None else min(LOOK_SECONDS, timeout))
+        while not self._memory.has_ended and self._clock() < deadline:
             time.sleep(NAP_SECONDS)
         return True
 
@@ -365,35 +373,37 @@ class DeviceExchange:
         return self._remote.poll_barrier()
 
     def stats(self) -> ExpertStats:
-        """As `RemoteExperts.stats`, with what the graphs sent."""
+        """Add what the graphs sent to `RemoteExperts.stats`."""
         parts, sizes = self._remote.stats(), self._layout
         pairs = int(self._layer_pairs.sum())
-        both = tuple(
-            int(one + other) for one, other in zip(parts.layer_pairs, self._layer_pairs, strict=True)
+        layer_pairs = tuple(
+            int(first + second) for first, second in zip(parts.layer_pairs, self._layer_pairs, strict=True)
         )
         moved_bytes = wire.size(0, pairs, 0, False) + 2 * 4 * pairs * sizes.hidden if pairs else 0
         return replace(
             parts,
             calls=parts.calls + self._calls,
             pairs=parts.pairs + pairs,
-            layer_pairs=both,
+            layer_pairs=layer_pairs,
             remote_bytes=parts.remote_bytes + moved_bytes,
         )
 
     def close(self) -> None:
         """Close all connections. Memory that a server may still write into is not freed."""
-        until = self._clock() + CLOSE_SECONDS
-        while self._under_way and not self._memory.ended and self._clock() < until:
+        deadline = self._clock() + CLOSE_SECONDS
+        while self._under_way and not self._memory.has_ended and self._clock() < deadline:
             self._memory.abort()
             time.sleep(NAP_SECONDS)
-        for server in list(self._wanted):
+        for server in list(self._target_servers):
             self._drop(server)
         for _, mailbox in self._connecting.take_connections():
             mailbox.leave()
             self._leaving.append(mailbox)
-        until = self._clock() + CLOSE_SECONDS
-        while self._leaving and self._clock() < until:
-            self._leaving = [one for one in self._leaving if not one.free()]
+        deadline = self._clock() + CLOSE_SECONDS
+        while self._leaving and self._clock() < deadline:
+            self._leaving = [
+                leaving_mailbox for leaving_mailbox in self._leaving if not leaving_mailbox.free()
+            ]
             time.sleep(NAP_SECONDS)
         if not self._leaving:
             self._memory.close()

@@ -16,18 +16,18 @@ from moesaic.kernels.table import Kernels
 
 LEAST_SLOTS = 32
 """Slots are at least one warp's threads: then each word is read and written by one thread."""
-LIVE, FAILED = 0, 1
+LIVE, FAILURE = 0, 1
 """Places in `Exchange.step`."""
 REQUEST, REQUEST_WORD, ANSWER_WORD, ANSWERS = range(4)
 """Rows of `Exchange.addresses`: of the request, of the words with the numbers of the last request and of the
 last answer, and of the answer rows."""
-PE, THERE, THERE_WORD, TOLD_HEADER, TOLD_ANSWER, TOLD_DOUBT = range(4, 10)
+PE, REMOTE_REQUEST, REMOTE_WORD, HOST_HEADER, HOST_ANSWER, HOST_DOUBT = range(4, 10)
 """Further ones with NVSHMEM: the number of the server's process, where it gets the request and its number,
 and memory of the host that is told the header, the answer's number, and whether the server had doubts. There
 REQUEST_WORD is memory of the host too, which is only told."""
 ADDRESSES = 10
 ALIGNMENT = 256
-"""With NVSHMEM, rows begin at a multiple of so many bytes behind their request. So do all other places."""
+"""Rows begin at a multiple of so many bytes behind their request with NVSHMEM. So do all other places."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Exchange:
     """[2] int32 rows of the step that are not padded, and whether the step has failed."""
     sequence: torch.Tensor
     """[1] int64 the last number that was posted."""
-    asked: torch.Tensor
+    pair_counts: torch.Tensor
     """[layers, s] int32 pairs of each slot in this step."""
     abort: torch.Tensor
     """[1] int64 address of a word of 8 bytes. The host writes 1 there to end the step."""

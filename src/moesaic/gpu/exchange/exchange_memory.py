@@ -13,7 +13,7 @@ import torch
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.tokens import IntArray
 from moesaic.experts import wire
-from moesaic.gpu.exchange.exchange_launches import ADDRESSES, FAILED, LEAST_SLOTS, Exchange
+from moesaic.gpu.exchange.exchange_launches import ADDRESSES, FAILURE, LEAST_SLOTS, Exchange
 from moesaic.gpu.exchange.mailbox import PAGE
 from moesaic.gpu.ipc.device_sharing import DeviceSharing
 from moesaic.kernels.moving import move_array
@@ -31,9 +31,9 @@ class DeviceMemory:
         device: torch.device,
         rows: int,
         worker: int,
-        shared: torch.Tensor,
+        shared_rows: torch.Tensor,
     ) -> None:
-        """rows: most rows of a step. worker: the number by which servers know it. shared: see
+        """rows: most rows of a step. worker: the number by which servers know it. shared_rows: see
         `Exchange.rows`."""
         layers, slots, experts = len(layout.layers), LEAST_SLOTS, layout.num_experts
         page = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
@@ -43,7 +43,7 @@ class DeviceMemory:
         self._report = torch.zeros(2 + layers * slots, dtype=torch.int32, device=device)
         self._event: torch.cuda.Event | None = None
         self._live = torch.zeros(2, dtype=torch.int32, pin_memory=True)
-        self._none = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        self._no_rows = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         """Pinned once: the driver may wait for a graph when it allocates such memory."""
         headers = np.stack([wire.header(layer, layout.hidden, worker) for layer in layout.layers])
         self.exchange = Exchange(
@@ -52,11 +52,11 @@ class DeviceMemory:
             headers=move_array(headers, device),
             rows_at=wire.ROWS_WORD,
             pairs_at=wire.PAIRS_WORD,
-            rows=shared,
+            rows=shared_rows,
             lines=torch.zeros(slots, rows + 1, dtype=torch.int32, device=device),
             step=self._report[:2],
             sequence=torch.zeros(1, dtype=torch.int64, device=device),
-            asked=self._report[2:].view(layers, slots),
+            pair_counts=self._report[2:].view(layers, slots),
             abort=move_array(np.array([self._words.tensor.data_ptr()]), device),
         )
 
@@ -82,18 +82,18 @@ class DeviceMemory:
         self._report_here.copy_(self._report, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(self._report.device))
-        self.exchange.step.copy_(self._none, non_blocking=True)
+        self.exchange.step.copy_(self._no_rows, non_blocking=True)
         return result
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the step's graph has ended."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> tuple[bool, npt.NDArray[np.int32]]:
         """Whether the last step has failed, and the pairs [layers, s] of each slot."""
         report = self._report_here.numpy()
-        return bool(report[FAILED]), report[2:].reshape(self.exchange.asked.shape)
+        return bool(report[FAILURE]), report[2:].reshape(self.exchange.pair_counts.shape)
 
     def close(self) -> None:
         """Give back memory of the host. No graph is under way."""

@@ -30,13 +30,14 @@ class ExchangedStep:
         graph: RunningStep,
         in_parts: Callable[[], RunningStep],
         rows: int,
-        told: bool = True,
+        reports_routes: bool = True,
     ) -> None:
-        """in_parts: begins the same step in parts. told: whether the exchange is told the chosen experts."""
+        """in_parts: begins the same step in parts. reports_routes: whether the exchange learns the chosen
+        experts."""
         self._exchange, self._graph, self._in_parts = exchange, graph, in_parts
-        self._rows, self._told = rows, told
+        self._rows, self._reports_routes = rows, reports_routes
         self._result: StepResult | None = None
-        """Of the graph, once it was launched."""
+        """The result of the graph, or None before its launch."""
         self._parts: RunningStep | None = None
         """The step in parts, once the graph has failed."""
 
@@ -48,23 +49,23 @@ class ExchangedStep:
     def is_ready(self) -> bool:
         if self._parts is not None:
             return self._parts.is_ready
-        return self._result is None or self._exchange.ended()
+        return self._result is None or self._exchange.poll_end()
 
     def advance(self) -> StepResult | None:
-        """See `Step`."""
+        """Launch the graph, or take its result, or go on with the step in parts."""
         if self._parts is not None:
             return self._parts.advance()
         if self._result is None:
             self._exchange.begin(self._rows)
             self._result = self._graph.finish()  # it was launched, and nothing is computed yet
             return None
-        if not self._exchange.ended():
+        if not self._exchange.poll_end():
             return None
-        if self._exchange.failed:
+        if self._exchange.has_failed:
             self._parts = self._in_parts()
             return self._parts.advance()
-        if self._told:
-            self._exchange.sent(self._result.expert_ids)
+        if self._reports_routes:
+            self._exchange.report_routes(self._result.expert_ids)
         return self._result
 
 
@@ -76,7 +77,7 @@ class ExchangedRunner:
         self._exchange, self._graphs, self._parts = exchange, graphs, parts
 
     def begin(self, batch: TokenBatch) -> Step:
-        """See `StepRunner`."""
+        """Begin a step as one graph if all servers are ready, and in parts otherwise."""
         if not self._graphs.records(batch) or not self._exchange.ready():
             return self._parts.begin(batch)
         in_parts = partial(self._parts.begin, batch)
@@ -87,12 +88,15 @@ class ExchangedRunner:
         return self._graphs.records(batch)
 
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
-        """See `PredictionRunner`."""
+        """Begin a step of the layer that drafts tokens, as one graph if all servers are ready."""
         parts = self._parts
         assert isinstance(parts, GraphRunner)
         if not self._exchange.ready():
             return parts.begin_prediction(batch, hidden, rows)
-        kept = hidden[move_array(rows, hidden.device)]  # also for the parts
-        given = batch, kept, np.arange(len(rows))
-        graph, in_parts = self._graphs.begin_prediction(*given), partial(parts.begin_prediction, *given)
-        return ExchangedStep(self._exchange, graph, in_parts, batch.num_rows, told=False)
+        kept_hidden = hidden[move_array(rows, hidden.device)]  # also for the parts
+        arguments = batch, kept_hidden, np.arange(len(rows))
+        graph, in_parts = (
+            self._graphs.begin_prediction(*arguments),
+            partial(parts.begin_prediction, *arguments),
+        )
+        return ExchangedStep(self._exchange, graph, in_parts, batch.num_rows, reports_routes=False)

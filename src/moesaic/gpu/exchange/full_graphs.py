@@ -38,8 +38,8 @@ def check_full_graphs(config: WorkerConfig) -> None:
     if not config.remote_experts:
         raise ConfigError.field("--expert-servers", 0, "at least 1 with --cudagraph-mode full")
     if config.transport not in ("cuda_ipc", "nvshmem"):
-        allowed = "cuda_ipc, nvshmem with --cudagraph-mode full"
-        raise ConfigError.field("--transport", config.transport, allowed)
+        allowed_values = "cuda_ipc, nvshmem with --cudagraph-mode full"
+        raise ConfigError.field("--transport", config.transport, allowed_values)
     if platform.machine() not in X86:
         line = "--cudagraph-mode full: servers read what kernels post without the barriers of this host's CPU"
         raise ConfigError(f"{line}, {platform.machine()}; allowed: piecewise")
@@ -71,7 +71,7 @@ def full_graphs(
         )
         return AskingParts(parts, remote, remote.stats)
     sharing = device_sharing.sharing(stages.device)
-    operations, dialer = _by(context, kernels, layout, sharing, stages.device)
+    operations, dialer = _make_exchange_parts(context, kernels, layout, sharing, stages.device)
     exchange = DeviceExchange(
         remote,
         replicas,
@@ -88,7 +88,7 @@ def full_graphs(
     return AskingParts(ExchangedRunner(exchange, graphs, parts), exchange, exchange.stats)
 
 
-def _by(
+def _make_exchange_parts(
     context: WorkerContext,
     kernels: GraphKernels,
     layout: ExpertLayout,

@@ -29,17 +29,17 @@ MOST_BYTES = 4096
 
 
 class Lifeline:
-    """One end, after the handshake."""
+    """Is one end of the connection, after the handshake."""
 
     events = select.POLLIN
 
-    def __init__(self, sock: socket.socket, sealed: Wire, peer: dict[str, Any]) -> None:
-        """sealed: what the bytes of `sock` travel through. peer: what the other end said of itself."""
+    def __init__(self, sock: socket.socket, sealed_wire: Wire, peer: dict[str, Any]) -> None:
+        """sealed_wire: what the bytes of `sock` travel through. peer: what the other end said of itself."""
         sock.setblocking(False)
-        self._socket, self._wire, self.peer = sock, sealed, peer
-        self._received, self._next_look = bytearray(), 0.0
+        self._socket, self._wire, self.peer = sock, sealed_wire, peer
+        self._unread, self._next_look = bytearray(), 0.0
         self._memory = memoryview(bytearray(MOST_BYTES))
-        self.lost: ConnectionLost | None = None
+        self.loss: ConnectionLost | None = None
         """Why the peer is gone, once that is known."""
 
     def fileno(self) -> int:
@@ -47,33 +47,33 @@ class Lifeline:
 
     def close(self) -> None:
         """Close this end. A repeated call does nothing."""
-        self.lost = self.lost or ConnectionLost("this end is closed")
+        self.loss = self.loss or ConnectionLost("this end is closed")
         self._socket.close()
 
-    def look(self, at_once: bool = False) -> bool:
-        """Whether the peer is there, as was known LOOK_SECONDS ago at most. at_once: as is known now."""
+    def look(self, force: bool = False) -> bool:
+        """Whether the peer is there, as was known LOOK_SECONDS ago at most. force: as is known now."""
         now = time.monotonic()
-        if self.lost is None and (at_once or now >= self._next_look):
+        if self.loss is None and (force or now >= self._next_look):
             self._next_look = now + LOOK_SECONDS
             self._read()
-        return self.lost is None
+        return self.loss is None
 
-    def received(self) -> bytes:
+    def take_received(self) -> bytes:
         """What `look` has found that the peer sent, since the last call."""
-        found = bytes(self._received)
-        self._received.clear()
-        return found
+        message = bytes(self._unread)
+        self._unread.clear()
+        return message
 
     def send(self, message: bytes) -> None:
         """Send a few bytes. They are left out while the peer reads nothing, and when it is gone."""
-        if self.lost is not None:
+        if self.loss is not None:
             return
         try:
             self._wire.send(memoryview(message))
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
-            self.lost = ConnectionLost(f"the other end is gone: {error.strerror or error}")
+            self.loss = ConnectionLost(f"the other end is gone: {error.strerror or error}")
 
     def wake(self) -> None:
         """Wake the peer."""
@@ -82,14 +82,14 @@ class Lifeline:
     def _read(self) -> None:
         try:
             while (count := self._wire.recv_into(self._memory)) > 0:
-                self._received += self._memory[:count]
-                if len(self._received) > MOST_BYTES:
-                    del self._received[:-MOST_BYTES]
-            self.lost = ConnectionLost("the other end closed the connection")
+                self._unread += self._memory[:count]
+                if len(self._unread) > MOST_BYTES:
+                    del self._unread[:-MOST_BYTES]
+            self.loss = ConnectionLost("the other end closed the connection")
         except (BlockingIOError, InterruptedError):
             pass
         except (OSError, DamagedMessage) as error:
-            self.lost = ConnectionLost(f"the other end is gone: {error}")
+            self.loss = ConnectionLost(f"the other end is gone: {error}")
 
 
 Introduce = Callable[[Word], tuple[Word, Callable[[Lifeline], Answerer]]]
@@ -97,18 +97,20 @@ Introduce = Callable[[Word], tuple[Word, Callable[[Lifeline], Answerer]]]
 MoesaicError, which refuses the client."""
 
 
-def connect_lifeline(address: str, secret: bytes, who: Word, timeout: float = HANDSHAKE_SECONDS) -> Lifeline:
-    """A lifeline to the Listener at `address`. who: what this client says of itself.
+def connect_lifeline(
+    address: str, secret: bytes, introduction: Word, timeout: float = HANDSHAKE_SECONDS
+) -> Lifeline:
+    """A lifeline to the Listener at `address`. introduction: what this client says of itself.
 
     Raises as `listening.connect` does, also where the server refuses who this is.
     """
 
     def make_end(server: ProvenPeer) -> Lifeline:
-        sealed = wire(server.sock, server.keys)
+        sealed_wire = wire(server.sock, server.keys)
         watch(server.sock)
         server.deadline.apply(server.sock)
-        say(sealed, **who)
-        return Lifeline(server.sock, sealed, hear(sealed))
+        say(sealed_wire, **introduction)
+        return Lifeline(server.sock, sealed_wire, hear(sealed_wire))
 
     return dial(address, secret, Terms(KIND, MIN_HEAP), make_end, timeout)
 
@@ -118,10 +120,10 @@ def lifeline_kind(introduce: Introduce) -> dict[str, Accept]:
 
     def accept(client: ProvenPeer) -> Answerer:
         watch(client.sock)
-        sealed = wire(client.sock, client.keys)
+        sealed_wire = wire(client.sock, client.keys)
         client.deadline.apply(client.sock)
-        own, make_answerer = introduce(word := hear(sealed))
-        say(sealed, **own)
-        return make_answerer(Lifeline(client.sock, sealed, word))
+        server_word, make_answerer = introduce(word := hear(sealed_wire))
+        say(sealed_wire, **server_word)
+        return make_answerer(Lifeline(client.sock, sealed_wire, word))
 
     return {KIND: accept}

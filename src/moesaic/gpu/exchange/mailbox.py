@@ -1,4 +1,4 @@
-"""One request at a time through words in memory, which a device may write: no system call posts it.
+"""Passes one request at a time through words in memory, which a device may write without a system call.
 
 The client makes a segment of whole pages, sealed against changes of its size, and sends it over the
 authenticated Unix socket:
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import ConfigError, ConnectionLost, DamagedMessage
-from moesaic.gpu.ipc.device_calls import GOODBYE, ended
+from moesaic.gpu.ipc.device_calls import GOODBYE, has_ended
 from moesaic.transport import address as addresses
 from moesaic.transport.address import peer_process
 from moesaic.transport.authentication import Deadline, Terms, read_exactly
@@ -49,7 +49,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _OK = b"+"
 KIND = "mailbox"
 """The kind of these connections, see `authentication.KINDS`."""
-_GONE = "the other end closed the connection"
+_CLOSED_REASON = "the other end closed the connection"
 
 
 class _MailboxEnd:
@@ -62,19 +62,19 @@ class _MailboxEnd:
         """[size] the segment."""
         self._words: npt.NDArray[np.int64] = self.memory[:HEAD].view(np.int64)
         self._next_look = 0.0
-        self._said, self._closed = b"", False
-        self.lost: ConnectionLost | None = None
+        self._last_byte, self._is_closed = b"", False
+        self.loss: ConnectionLost | None = None
         """Why the peer is gone, once that is known."""
 
     events = select.POLLIN
 
     @property
-    def posted(self) -> int:
+    def request_number(self) -> int:
         """The number of the last request."""
         return int(self._words[REQUEST])
 
     @property
-    def answered(self) -> int:
+    def answer_number(self) -> int:
         """The number of the last answer."""
         return int(self._words[ANSWER])
 
@@ -88,30 +88,30 @@ class _MailboxEnd:
 
     def close(self) -> None:
         """Close the socket, which the peer notices. The segment lives as long as somebody looks at it."""
-        self.lost = self.lost or ConnectionLost("this end is closed")
-        self._closed = True
+        self.loss = self.loss or ConnectionLost("this end is closed")
+        self._is_closed = True
         self._socket.close()
 
-    def look(self, at_once: bool = False) -> bool:
-        """Whether the peer is there, as was known LOOK_SECONDS ago at most. at_once: as is known now."""
+    def look(self, force: bool = False) -> bool:
+        """Whether the peer is there, as was known LOOK_SECONDS ago at most. force: as is known now."""
         now = time.monotonic()
-        if self.lost is None and (at_once or now >= self._next_look):
+        if self.loss is None and (force or now >= self._next_look):
             self._next_look = now + LOOK_SECONDS
             self._read()
-        return self.lost is None
+        return self.loss is None
 
     def _read(self) -> bool:
         """Read what woke this end from the socket, and note whether it was closed. False: nothing came."""
         try:
-            said = self._socket.recv(4096)
-            self._said = said[-1:] or self._said
-            if not said or said.endswith(GOODBYE):
-                self.lost = ConnectionLost(_GONE)
-            return bool(said)
+            message = self._socket.recv(4096)
+            self._last_byte = message[-1:] or self._last_byte
+            if not message or message.endswith(GOODBYE):
+                self.loss = ConnectionLost(_CLOSED_REASON)
+            return bool(message)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
-            self.lost = ConnectionLost(f"the other end is gone: {error.strerror or error}")
+            self.loss = ConnectionLost(f"the other end is gone: {error.strerror or error}")
             return False
 
 
@@ -123,7 +123,7 @@ class MailboxClient(_MailboxEnd):
         self._process = os.pidfd_open(peer_process(sock))
 
     @property
-    def left(self) -> bool:
+    def has_server_left(self) -> bool:
         """Whether the server reads and writes nothing more.
 
         It said goodbye, or its process has ended. The socket alone does not show it: it closes before the
@@ -131,36 +131,36 @@ class MailboxClient(_MailboxEnd):
         """
         while self._read():
             pass
-        return self._said == GOODBYE or ended(self._process)
+        return self._last_byte == GOODBYE or has_ended(self._process)
 
     def close(self) -> None:
-        if not self._closed:
+        if not self._is_closed:
             os.close(self._process)
         super().close()
 
     def wake(self) -> None:
-        """From now on the server polls."""
+        """Tell the server to poll from now on."""
         self._words[AWAKE] = 1
         try:
             self._socket.send(_OK, socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass  # it is readable already
         except OSError as error:
-            self.lost = ConnectionLost(f"the other end is gone: {error.strerror or error}")
+            self.loss = ConnectionLost(f"the other end is gone: {error.strerror or error}")
 
     def doubts(self) -> bool:
         """Whether the server had doubts since the last call."""
-        found = bool(self._words[DOUBT])
+        has_doubts = bool(self._words[DOUBT])
         self._words[DOUBT] = 0
-        return found
+        return has_doubts
 
-    def rest(self) -> None:
+    def clear_awake(self) -> None:
         """No request comes before the next `wake`."""
         self._words[AWAKE] = 0
 
     def leave(self) -> None:
         """Post no more. `left` says when the server has noticed."""
-        self.rest()
+        self.clear_awake()
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError:
@@ -174,7 +174,7 @@ class MailboxServer(_MailboxEnd):
         """names: of memory, as the client sent them."""
         super().__init__(sock, descriptor)
         self.names = names
-        self._seen = self.posted
+        self._last_request = self.request_number
         self._news = 0.0
         """Time of the last request."""
 
@@ -186,7 +186,7 @@ class MailboxServer(_MailboxEnd):
         super().close()
 
     def ready(self) -> bool:
-        return self.lost is not None or self.posted != self._seen
+        return self.loss is not None or self.request_number != self._last_request
 
     def arm(self) -> bool:
         """A device posts without a wakeup, so there may be news at any time while the client says so."""
@@ -199,18 +199,18 @@ class MailboxServer(_MailboxEnd):
         return True
 
     def disarm(self) -> None:
-        self.look(at_once=True)
+        self.look(force=True)
 
     def take(self) -> int | None:
         """The number of a new request, if there is one. Raises ConnectionLost when the client is gone."""
-        number = self.posted
-        if number != self._seen:
-            if self.answered != self._seen:
+        number = self.request_number
+        if number != self._last_request:
+            if self.answer_number != self._last_request:
                 raise DamagedMessage("a client posted a request before the last one was answered")
-            self._seen, self._news = number, time.monotonic()
+            self._last_request, self._news = number, time.monotonic()
             return number
-        if not self.look() and self.lost is not None:
-            raise self.lost.copy()
+        if not self.look() and self.loss is not None:
+            raise self.loss.copy()
         return None
 
     def doubt(self) -> None:

@@ -19,19 +19,19 @@ class MailboxRequest:
     """The Incoming that is in a mailbox, without its rows. The answer is seen once all its rows are there."""
 
     def __init__(
-        self, number: int, request: memoryview, pairs: int, answered: Callable[[int, bool], None]
+        self, number: int, request: memoryview, pairs: int, on_answer: Callable[[int, bool], None]
     ) -> None:
-        """answered: gets the number, and whether the client should look at the numbers of the answer."""
+        """on_answer: gets the number, and whether the client should look at the numbers of the answer."""
         self.number, self.request, self.rows, self.row_bytes = number, request, max(1, pairs), 1
         self._pairs, self.answer = pairs, memoryview(bytearray(self.rows))
         """[rows] whether all numbers of a row are finite."""
-        self._answered, self._outstanding = answered, Outstanding(self.rows)
+        self._on_answer, self._outstanding = on_answer, Outstanding(self.rows)
 
     def publish(self, indices: IntArray) -> None:
-        """See `Incoming`."""
+        """Count these rows, and answer once all rows were published."""
         self._outstanding.take(indices)
         if not self._outstanding.count:
-            self._answered(self.number, bool(self._pairs) and not all(self.answer))
+            self._on_answer(self.number, bool(self._pairs) and not all(self.answer))
 
 
 class MailboxAnswerer:
@@ -40,11 +40,11 @@ class MailboxAnswerer:
     def __init__(self, end: MailboxServer, open_memory: Callable[[bytes], SharedMemory], hidden: int) -> None:
         """hidden: size of a row. Raises DamagedMessage and ConfigError if the memory cannot be opened."""
         self._end, self._width = end, 4 * hidden
-        memory = RowMemory.unpacked(end.names)
+        memory = RowMemory.unpack(end.names)
         if memory.hidden != hidden or memory.request_bytes > len(end.memory) - HEAD:
             raise DamagedMessage("a mailbox is meant for another model, or too small")
         self._rows, self._pairs = memory.rows, memory.pairs
-        self._opened: list[SharedMemory] = []
+        self._memories: list[SharedMemory] = []
         try:
             self._hidden = self._open(open_memory, memory.rows_name, memory.rows)
             self._answers = self._open(open_memory, memory.answers_name, memory.pairs)
@@ -69,7 +69,7 @@ class MailboxAnswerer:
         self._end.disarm()
 
     def poll(self) -> list[Incoming]:
-        """See `Answerer`. There is at most one call."""
+        """Returns the new request, if there is one. A mailbox has at most one."""
         number = self._end.take()
         if number is None:
             return []
@@ -77,11 +77,11 @@ class MailboxAnswerer:
         if pairs > self._pairs or rows > self._rows:
             raise DamagedMessage(f"a request claims {rows} of {self._rows} rows, and {pairs} pairs")
         request = self._end.request[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
-        incoming = MailboxRequest(number, request, pairs, self._answered)
-        shared = CallRows(self._hidden, self._answers[: incoming.rows * self._width])
-        return [DeviceIncoming(incoming, 0, self._width, shared)]
+        incoming = MailboxRequest(number, request, pairs, self._post_answer)
+        call_rows = CallRows(self._hidden, self._answers[: incoming.rows * self._width])
+        return [DeviceIncoming(incoming, 0, self._width, call_rows)]
 
-    def _answered(self, number: int, doubt: bool) -> None:
+    def _post_answer(self, number: int, doubt: bool) -> None:
         if doubt:
             self._end.doubt()
         self._end.answer(number)
@@ -94,14 +94,14 @@ class MailboxAnswerer:
         self._end.close(goodbye=self._give_back())
 
     def _open(self, open_memory: Callable[[bytes], SharedMemory], name: bytes, rows: int) -> Any:
-        opened = open_memory(name)
-        self._opened.append(opened)
-        if len(opened.tensor) < rows * self._width:
-            raise DamagedMessage(f"a worker's memory of {len(opened.tensor)} bytes should have {rows} rows")
-        return opened.tensor[: rows * self._width]
+        memory = open_memory(name)
+        self._memories.append(memory)
+        if len(memory.tensor) < rows * self._width:
+            raise DamagedMessage(f"a worker's memory of {len(memory.tensor)} bytes should have {rows} rows")
+        return memory.tensor[: rows * self._width]
 
     def _give_back(self) -> bool:
         """Whether all memory is closed."""
-        opened, self._opened = self._opened, []
-        closed = [try_close(one) for one in opened]  # every one, also after one that fails
-        return all(closed)
+        memories, self._memories = self._memories, []
+        outcomes = [try_close(memory) for memory in memories]  # every one, also after one that fails
+        return all(outcomes)

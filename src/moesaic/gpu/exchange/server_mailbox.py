@@ -33,16 +33,16 @@ class RowMemory:
 
     @property
     def request_bytes(self) -> int:
-        """Of the largest request."""
+        """The bytes of the largest request."""
         return wire.size(self.rows, self.pairs, self.hidden, False, on_device=True)
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """What the worker sends."""
         head = _NAMES.pack(self.rows, self.hidden, self.pairs, len(self.rows_name))
         return head + self.rows_name + self.answers_name
 
     @classmethod
-    def unpacked(cls, message: bytes) -> RowMemory:
+    def unpack(cls, message: bytes) -> RowMemory:
         """The inverse of `packed`. Raises DamagedMessage."""
         if len(message) < _NAMES.size:
             raise DamagedMessage("the names of a worker's memory are cut off")
@@ -58,15 +58,15 @@ class ServerMailbox(Protocol):
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """As the begin of a column of `Exchange.addresses`."""
+        """The first numbers of a column of `Exchange.addresses`."""
         ...
 
     @property
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether the server has answered everything, so that it looks at nothing until the next request."""
         ...
 
-    def alive(self, at_once: bool = False) -> bool:
+    def alive(self, force: bool = False) -> bool:
         """Whether the server is connected."""
         ...
 
@@ -78,7 +78,7 @@ class ServerMailbox(Protocol):
         """A graph with requests begins, or still runs: the server polls from now on."""
         ...
 
-    def rest(self) -> None:
+    def end_graph(self) -> None:
         """The graph has ended."""
         ...
 
@@ -104,23 +104,23 @@ class ServerMailbox(Protocol):
 class Progress:
     """What a server was asked and has answered, by the words that the host sees."""
 
-    def __init__(self, seen: int = 0) -> None:
-        """seen: number of the last request before, which others have counted."""
-        self._owed = 0
+    def __init__(self, last_request: int = 0) -> None:
+        """last_request: number of the last request before, which others have counted."""
+        self._pending_pairs = 0
         """Pairs of the last request that was seen, until its answer is seen."""
-        self._seen = seen
+        self._last_request = last_request
         """Number of that request."""
 
-    def news(self, posted: int, answered: int, request: memoryview) -> tuple[int, int]:
-        """See `ServerMailbox.progress`. posted, answered: numbers of the last request and answer."""
-        sent, done = 0, 0
-        if posted != self._seen:
-            done, self._owed = self._owed, 0
-            self._seen, sent = posted, wire.read_counts(request)[1]
-            self._owed = sent
-        if self._owed and answered == self._seen:
-            done, self._owed = done + self._owed, 0
-        return sent, done
+    def news(self, request_number: int, answer_number: int, request: memoryview) -> tuple[int, int]:
+        """Returns the pairs sent and answered, from the numbers of the last request and answer."""
+        sent_pairs, answered_pairs = 0, 0
+        if request_number != self._last_request:
+            answered_pairs, self._pending_pairs = self._pending_pairs, 0
+            self._last_request, sent_pairs = request_number, wire.read_counts(request)[1]
+            self._pending_pairs = sent_pairs
+        if self._pending_pairs and answer_number == self._last_request:
+            answered_pairs, self._pending_pairs = answered_pairs + self._pending_pairs, 0
+        return sent_pairs, answered_pairs
 
 
 class IpcMailbox:
@@ -143,11 +143,11 @@ class IpcMailbox:
         return words + HEAD, words + 8 * REQUEST, words + 8 * ANSWER, self._answers.tensor.data_ptr()
 
     @property
-    def quiet(self) -> bool:
-        return self._mailbox.posted == self._mailbox.answered
+    def is_quiet(self) -> bool:
+        return self._mailbox.request_number == self._mailbox.answer_number
 
-    def alive(self, at_once: bool = False) -> bool:
-        return self._mailbox.look(at_once)
+    def alive(self, force: bool = False) -> bool:
+        return self._mailbox.look(force)
 
     def doubts(self) -> bool:
         return self._mailbox.doubts()
@@ -155,17 +155,19 @@ class IpcMailbox:
     def wake(self) -> None:
         self._mailbox.wake()
 
-    def rest(self) -> None:
-        self._mailbox.rest()
+    def end_graph(self) -> None:
+        self._mailbox.clear_awake()
 
     def progress(self) -> tuple[int, int]:
-        return self._progress.news(self._mailbox.posted, self._mailbox.answered, self._mailbox.request)
+        return self._progress.news(
+            self._mailbox.request_number, self._mailbox.answer_number, self._mailbox.request
+        )
 
     def leave(self) -> None:
         self._mailbox.leave()
 
     def free(self) -> bool:
-        if not self._mailbox.left:
+        if not self._mailbox.has_server_left:
             return False
         self._mailbox.close()
         self._segment.close()
@@ -183,12 +185,12 @@ class MailboxDialer(Protocol):
 
     @property
     def rows(self) -> torch.Tensor:
-        """See `Exchange.rows`."""
+        """The hidden rows that servers read, as `Exchange.rows` describes them."""
         ...
 
     @property
     def job_id(self) -> bytes:
-        """See `ExpertServers`."""
+        """The name of a job that this worker could found. It is empty without one."""
         ...
 
     def dial(self, address: str, secret: bytes) -> ServerMailbox:
@@ -229,7 +231,7 @@ class IpcDialer:
             answers = self._sharing.export(4 * pairs * hidden)
         try:
             names = RowMemory(rows, hidden, pairs, self._memory.name, answers.name)
-            mailbox = connect_mailbox(address, secret, names.request_bytes, names.packed())
+            mailbox = connect_mailbox(address, secret, names.request_bytes, names.pack())
             try:
                 segment = self._sharing.map_host(mailbox.memory)
                 return IpcMailbox(mailbox, segment, answers, self._spare.append)

@@ -23,7 +23,7 @@ from moesaic.runtime.step.step_kind import Kind
 
 Result = TypeVar("Result")
 
-NOWHERE = -1
+NO_PLACE = -1
 """Slot and seat of a padded row."""
 
 
@@ -36,7 +36,7 @@ def is_recorded(batch: TokenBatch) -> bool:
     return 0 < batch.num_rows == len(batch.logit_rows) and batch.num_rows <= MOST_RECORDED_ROWS
 
 
-class Unrecorded(Generic[Result]):
+class EagerPart(Generic[Result]):
     """A part of a step that ran once."""
 
     def __init__(self, step: Callable[[], Result]) -> None:
@@ -50,9 +50,9 @@ class Unrecorded(Generic[Result]):
         """Holds nothing."""
 
 
-def unrecorded(step: Callable[[], Result], expert_rows: torch.Tensor | None = None) -> Unrecorded[Result]:
+def run_eagerly(step: Callable[[], Result], expert_rows: torch.Tensor | None = None) -> EagerPart[Result]:
     """Takes the place of a recorder, to run the step without one."""
-    return Unrecorded(step)
+    return EagerPart(step)
 
 
 class GraphInputs:
@@ -61,34 +61,34 @@ class GraphInputs:
     def __init__(self, kind: Kind, table_width: int, block_size: int, device: torch.device) -> None:
         self.kind, rows = kind, kind.rows
         sizes = [rows] * 4 + [rows * table_width, rows * STATE_FIELDS]
-        of_states = [rows, rows + 1, rows * 3] if kind.several else []
-        self._here = torch.zeros(sum(sizes + of_states), dtype=torch.int64, pin_memory=True)
-        self._there = torch.zeros(sum(sizes + of_states), dtype=torch.int64, device=device)
-        here = [one.numpy() for one in torch.split_with_sizes(self._here, sizes + of_states)]
-        self._token_ids, self._positions, self._slots, self._contexts = here[:4]
-        self._tables, self._states = (one.reshape(rows, -1) for one in here[4:6])
-        self._of_states = _OfStates(*here[6:]) if kind.several else None
-        there = torch.split_with_sizes(self._there, sizes + of_states)
-        self.token_ids, self.positions, slots, contexts = there[:4]
-        tables, states = (one.view(rows, -1) for one in there[4:6])
-        starts, counted = torch.arange(rows + 1, device=device), np.arange(rows + 1)
+        of_states = [rows, rows + 1, rows * 3] if kind.has_sequences_of_several_rows else []
+        self._host_array = torch.zeros(sum(sizes + of_states), dtype=torch.int64, pin_memory=True)
+        self._device_array = torch.zeros(sum(sizes + of_states), dtype=torch.int64, device=device)
+        host_parts = [part.numpy() for part in torch.split_with_sizes(self._host_array, sizes + of_states)]
+        self._token_ids, self._positions, self._slots, self._contexts = host_parts[:4]
+        self._tables, self._states = (part.reshape(rows, -1) for part in host_parts[4:6])
+        self._of_states = _StateInputs(*host_parts[6:]) if kind.has_sequences_of_several_rows else None
+        device_parts = torch.split_with_sizes(self._device_array, sizes + of_states)
+        self.token_ids, self.positions, slots, contexts = device_parts[:4]
+        tables, states = (part.view(rows, -1) for part in device_parts[4:6])
+        starts, row_numbers = torch.arange(rows + 1, device=device), np.arange(rows + 1)
         sequences = Sequences(contexts, starts, tables, states, kind.longest, single=True)
-        taken = None
-        if kind.several:
-            contexts, starts, tiles = there[6:]
-            several = replace(sequences, contexts=contexts, starts=starts, single=False)
-            taken = StateSequences(several, tiles.view(rows, 3))
-        each = counted[:-1]
-        host = TokenBatch(each, each, counted, counted[1:], self._tables, each)
-        self.attention = AttentionBatch.from_device(host, block_size, slots, sequences, taken)
-        self._copied: torch.cuda.Event | None = None
+        state_sequences = None
+        if kind.has_sequences_of_several_rows:
+            contexts, starts, tiles = device_parts[6:]
+            sequence_rows = replace(sequences, contexts=contexts, starts=starts, single=False)
+            state_sequences = StateSequences(sequence_rows, tiles.view(rows, 3))
+        single_rows = row_numbers[:-1]
+        host = TokenBatch(single_rows, single_rows, row_numbers, row_numbers[1:], self._tables, single_rows)
+        self.attention = AttentionBatch.from_device(host, block_size, slots, sequences, state_sequences)
+        self._copy_event: torch.cuda.Event | None = None
         self._fill(0, 0)
 
     def fill(self, batch: TokenBatch) -> None:
         """Bring the rows of a step to the device."""
         rows, counts = batch.num_rows, np.diff(batch.query_starts)
-        if self._copied is not None:
-            self._copied.synchronize()  # of an earlier step, so it was there long ago
+        if self._copy_event is not None:
+            self._copy_event.synchronize()  # of an earlier step, so it was there long ago
         self._token_ids[:rows] = batch.token_ids
         self._positions[:rows] = batch.positions
         self._slots[:rows] = slots_of(batch, counts, self.attention.block_size)
@@ -103,15 +103,16 @@ class GraphInputs:
     def _fill(self, rows: int, sequences: int) -> None:
         """Pad behind so many rows, and so many sequences with states, and copy all to the device."""
         self._token_ids[rows:] = self._positions[rows:] = self._contexts[rows:] = 0
-        self._slots[rows:] = NOWHERE
-        self._states[sequences:] = NOWHERE
-        self._there.copy_(self._here, non_blocking=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record(torch.cuda.current_stream(self._there.device))
+        self._slots[rows:] = NO_PLACE
+        self._states[sequences:] = NO_PLACE
+        self._device_array.copy_(self._host_array, non_blocking=True)
+        self._copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copy_event.record(torch.cuda.current_stream(self._device_array.device))
 
 
-class _OfStates(NamedTuple):
-    """For layers that keep states, where a step has several rows of a sequence. All 0: it has none."""
+class _StateInputs(NamedTuple):
+    """Holds what layers that keep states read where a step has several rows of a sequence. It is 0 where a
+    step has none."""
 
     contexts: IntArray
     """[n] tokens of each sequence."""
@@ -121,7 +122,7 @@ class _OfStates(NamedTuple):
     """[n * 3] as `StateSequences.tiles`."""
 
     def fill(self, batch: TokenBatch) -> None:
-        """With the sequences of a step. There are at most as many as rows, and at most as many tiles."""
+        """Fill in the sequences of a step. They are at most as many as its rows, and so are its tiles."""
         count = batch.num_sequences
         self.contexts[:count], self.contexts[count:] = batch.context_lens, 0
         self.starts[:count], self.starts[count:] = batch.query_starts[:-1], batch.num_rows

@@ -29,7 +29,7 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, run_eagerly
 from moesaic.kernels.moving import move_array, pin_tensor
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.step.recordings import Item, RecordingRunner, SharedMemory, next_item
@@ -52,15 +52,17 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
 
     def _run(self, batch: TokenBatch, memory: SharedMemory[_RecordedStep]) -> StepGenerator:
         """There is a recording for each kind of step."""
-        kind = Kind.of(batch, self._eager.stages.model.spec)
+        kind = Kind.from_batch(batch, self._eager.stages.model.spec)
         if kind not in memory.steps:
             memory.steps[kind] = self._record(kind, memory.recorder)
         return memory.steps[kind].replay(batch)
 
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> RunningStep:
-        """See `PredictionRunner`."""
+        """Begin a recorded step of the layer that drafts tokens."""
         memory, spec = self._take_memory(), self._eager.stages.model.spec
-        kind = Kind.of(batch, spec)._replace(several=False)  # that layer keeps no states
+        kind = Kind.from_batch(batch, spec)._replace(
+            has_sequences_of_several_rows=False
+        )  # that layer keeps no states
         key = (*kind, spec.num_layers)
         if key not in memory.steps:
             memory.steps[key] = self._record_prediction(kind, memory.recorder)
@@ -72,51 +74,53 @@ class GraphRunner(RecordingRunner["_RecordedStep"]):
         """A recording of padded rows. The same launches ran once before it."""
         stages, inputs = self._eager.stages, self._inputs(kind)
         run = partial(stages.run, inputs.token_ids, inputs.positions, inputs.attention)
-        return _RecordedStep(inputs, *self._made(run, kind, recorder))
+        return _RecordedStep(inputs, *self._make_parts(run, kind, recorder))
 
     def _record_prediction(self, kind: Kind, recorder: OperationRecorder) -> _RecordedStep:
-        """As `_record`, of the layer that predicts the token after the next one."""
+        """Makes a recording, as `_record`, of the layer that predicts the token after the next one."""
         stages, inputs = self._eager.stages, self._inputs(kind)
         hidden = torch.zeros(kind.rows, stages.model.spec.hidden_size, device=stages.device)
         run = partial(stages.predict, inputs.token_ids, inputs.positions, inputs.attention, hidden)
-        return _RecordedStep(inputs, *self._made(run, kind, recorder), hidden)
+        return _RecordedStep(inputs, *self._make_parts(run, kind, recorder), hidden)
 
     def _inputs(self, kind: Kind) -> GraphInputs:
         stages = self._eager.stages
         return GraphInputs(kind, self._table_width, stages.block_size, stages.device)
 
-    def _made(
+    def _make_parts(
         self, run: Callable[[], StepGenerator], kind: Kind, recorder: OperationRecorder
     ) -> tuple[list[Recording[Item]], RecordedHeads | None]:
         """The parts of a step and of other processes. Its launches run once before they are recorded."""
         stages = self._eager.stages
-        spec, shared = stages.model.spec, stages.shared_heads
+        spec, shared_heads = stages.model.spec, stages.shared_heads
         answers = torch.zeros(kind.rows, max(1, spec.top_k), spec.hidden_size, device=stages.device)
-        if shared is None:
-            _parts(self._wrap_stages(run()), answers, unrecorded)
-            return _parts(self._wrap_stages(run()), answers, recorder), None
-        with shared.recording(kind) as others:
-            _parts(self._wrap_stages(run()), answers, others.run_unrecorded)
-            return _parts(self._wrap_stages(run()), answers, others.recorder(recorder)), others
+        if shared_heads is None:
+            _record_parts(self._wrap_stages(run()), answers, run_eagerly)
+            return _record_parts(self._wrap_stages(run()), answers, recorder), None
+        with shared_heads.recording(kind) as recorded_heads:
+            _record_parts(self._wrap_stages(run()), answers, recorded_heads.run_unrecorded)
+            return _record_parts(
+                self._wrap_stages(run()), answers, recorded_heads.recorder(recorder)
+            ), recorded_heads
 
 
-def _parts(
+def _record_parts(
     generator: StepGenerator, answers: torch.Tensor, make: Callable[..., Recording[Item]]
 ) -> list[Recording[Item]]:
     """A step, made part by part. answers: [n, k, h] in place of what experts answer."""
     parts: list[Recording[Item]] = []
-    given: torch.Tensor | None = None
-    exchanged: dict[tuple[int, ...], torch.Tensor] = {}
+    answer: torch.Tensor | None = None
+    exchange_answers: dict[tuple[int, ...], torch.Tensor] = {}
     while True:
-        parts.append(make(partial(next_item, generator, given), given))
+        parts.append(make(partial(next_item, generator, answer), answer))
         item = parts[-1].result
         if isinstance(item, StepResult):
             return parts
-        given = answers if isinstance(item, PendingMerge) else None
+        answer = answers if isinstance(item, PendingMerge) else None
         if isinstance(item, SharedRows) and item.shape is not None:
-            if item.shape not in exchanged:
-                exchanged[item.shape] = torch.zeros(item.shape, device=answers.device)
-            given = exchanged[item.shape]
+            if item.shape not in exchange_answers:
+                exchange_answers[item.shape] = torch.zeros(item.shape, device=answers.device)
+            answer = exchange_answers[item.shape]
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class _RecordedStep:
     inputs: GraphInputs
     parts: list[Recording[Item]]
     """Each part ends at a request, at a merge, at an exchange of rows, or at the end of the step."""
-    others: RecordedHeads | None = None
+    recorded_heads: RecordedHeads | None = None
     """The part of other processes."""
     hidden: torch.Tensor | None = None
     """[rows, h] the hidden states that it goes on from, if it is of the layer that drafts tokens."""
@@ -134,16 +138,16 @@ class _RecordedStep:
     def go_on_from(self, hidden: torch.Tensor, rows: IntArray) -> None:
         """Copy these rows of hidden [n, h] to where the recording reads them."""
         assert self.hidden is not None
-        chosen = hidden if len(rows) == len(hidden) else hidden[move_array(rows, hidden.device)]
-        self.hidden[: len(rows)].copy_(chosen)
+        next_hidden = hidden if len(rows) == len(hidden) else hidden[move_array(rows, hidden.device)]
+        self.hidden[: len(rows)].copy_(next_hidden)
 
     def replay(self, batch: TokenBatch) -> StepGenerator:
         """The same launches on the rows of `batch`, whose results come without those of padded rows."""
         self.inputs.fill(batch)
-        if self.others is not None:
-            self.others.begin(batch)
+        if self.recorded_heads is not None:
+            self.recorded_heads.begin(batch)
         rows, device = batch.num_rows, self.inputs.token_ids.device
-        wanted = None if len(batch.logit_rows) == rows else move_array(batch.logit_rows, device)
+        logit_rows = None if len(batch.logit_rows) == rows else move_array(batch.logit_rows, device)
         answer: torch.Tensor | None = None
         for part in self.parts[:-1]:
             item = part.run(_sendable(answer))
@@ -151,8 +155,8 @@ class _RecordedStep:
             answer = item.run(rows) if isinstance(item, SharedRows) else (yield _cut(item, rows))
         result = self.parts[-1].run(_sendable(answer))
         assert isinstance(result, StepResult)
-        ids = [torch.as_tensor(one)[:rows] for one in result.expert_ids]
-        hidden = result.hidden[:rows] if wanted is None else result.hidden[wanted]
+        ids = [torch.as_tensor(layer_ids)[:rows] for layer_ids in result.expert_ids]
+        hidden = result.hidden[:rows] if logit_rows is None else result.hidden[logit_rows]
         return StepResult(hidden, None, ids)
 
 
@@ -163,7 +167,7 @@ def _sendable(answer: torch.Tensor | None) -> torch.Tensor | None:
 def _cut(item: ExpertRequest | PendingMerge | None, rows: int) -> ExpertRequest | PendingMerge | None:
     """The item without padded rows."""
     if isinstance(item, PendingMerge):
-        return item.map(lambda one: one[:rows])
+        return item.map(lambda array: array[:rows])
     if item is None:
         return None
     weights = None if item.weights is None else item.weights[:rows]

@@ -46,7 +46,7 @@ _PLACES = struct.Struct("<HHxxxxQQQQ")
 LEAVING_SECONDS, LOOK_SECONDS = 1.0, 1e-3
 """How long a client that ends waits for servers that have its memory open, and how often it looks. A server
 that cannot open memory waits so long for the end of the client's process."""
-_ALIGNED = 64
+_REQUEST_ALIGNMENT = 64
 """The request begins at a multiple of so many bytes."""
 
 
@@ -85,7 +85,7 @@ class DeviceCall:
 
     @property
     def answer(self) -> memoryview:
-        """Of a call on the device: [rows] 1 where all numbers of a row are finite, else 0."""
+        """[rows] 1 where all numbers of a row are finite, else 0, if the call is on the device."""
         return self.call.answer
 
     @property
@@ -102,7 +102,7 @@ class DeviceCaller:
         self._caller, self.heap, self._departures = caller, heap, departures
         self._process = process_of(caller)
         self._calls: dict[int, DeviceCall] = {}
-        self._closed = False
+        self._is_closed = False
 
     events = select.POLLIN
 
@@ -120,7 +120,7 @@ class DeviceCaller:
 
     def open(self, request_bytes: int, rows: int, row_bytes: int) -> DeviceCall | None:
         """A call of the host's memory."""
-        return self._open(bytes(_ALIGNED), request_bytes, rows, row_bytes, row_bytes, None)
+        return self._open(bytes(_REQUEST_ALIGNMENT), request_bytes, rows, row_bytes, row_bytes, None)
 
     def open_on_device(
         self, request_bytes: int, rows: int, row_bytes: int, read: RowPlace
@@ -133,22 +133,22 @@ class DeviceCaller:
         place = self.heap.take(rows * row_bytes)
         names = read.memory.name, place.memory.name
         places = read.begin, read.size, place.begin, row_bytes
-        before = _PLACES.pack(len(names[0]), len(names[1]), *places) + b"".join(names)
-        call = self._open(before, request_bytes, rows, 1, row_bytes, place)
+        prefix = _PLACES.pack(len(names[0]), len(names[1]), *places) + b"".join(names)
+        call = self._open(prefix, request_bytes, rows, 1, row_bytes, place)
         if call is None:
             self.heap.give_back(place)
         return call
 
     def _open(
-        self, before: bytes, request: int, rows: int, host_bytes: int, row_bytes: int, place: Place | None
+        self, prefix: bytes, request: int, rows: int, host_bytes: int, row_bytes: int, place: Place | None
     ) -> DeviceCall | None:
-        begin = -(-len(before) // _ALIGNED) * _ALIGNED
+        begin = -(-len(prefix) // _REQUEST_ALIGNMENT) * _REQUEST_ALIGNMENT
         call = self._caller.open(begin + request, rows, host_bytes)
         if call is None:
             return None
-        call.request[: len(before)] = before
-        made = self._calls[call.number] = DeviceCall(call, begin, row_bytes, place)
-        return made
+        call.request[: len(prefix)] = prefix
+        device_call = self._calls[call.number] = DeviceCall(call, begin, row_bytes, place)
+        return device_call
 
     def post(self, call: Call) -> None:
         assert isinstance(call, DeviceCall)
@@ -157,13 +157,13 @@ class DeviceCaller:
     def poll(self) -> list[tuple[Call, IntArray]]:
         news: list[tuple[Call, IntArray]] = []
         for call, indices in self._caller.poll():
-            mine = self._calls[call.number]
-            mine.left -= len(indices)
-            news.append((mine, indices))
+            device_call = self._calls[call.number]
+            device_call.left -= len(indices)
+            news.append((device_call, indices))
         return news
 
     def release(self, call: Call) -> None:
-        """See `Caller`. The answer's place is used again once the own GPU has done what it was told before.
+        """Ends a call. Its answer's place is used again once the own GPU has done what it was told before.
 
         A call that ends before all of its rows arrived keeps its place as long as the connection.
         """
@@ -174,9 +174,9 @@ class DeviceCaller:
 
     def close(self) -> None:
         """Close this end. Its memory is kept until the server has left it."""
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         self._departures.add(*self._caller.leave(), self._process, self.heap)
         self._calls.clear()
 
@@ -192,26 +192,26 @@ class Departures:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[socket.socket, bytes, int, DeviceHeap]] = []
-        self._changing, self._closed = threading.RLock(), False
+        self._changing, self._is_closed = threading.RLock(), False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, sock: socket.socket, said: bytes, process: int, heap: DeviceHeap) -> None:
-        """said: the last byte that came by the socket. process: the server's, a pidfd."""
+    def add(self, sock: socket.socket, last_byte: bytes, process: int, heap: DeviceHeap) -> None:
+        """last_byte: the last byte that came by the socket. process: the server's, a pidfd."""
         with self._changing:
-            self._waiting.append((sock, said, process, heap))
-            if self._closed:
+            self._waiting.append((sock, last_byte, process, heap))
+            if self._is_closed:
                 self._give_up()
 
     def poll(self) -> None:
         """Free the memory of the servers that have left it. Never blocks."""
         with self._changing:
             waiting, self._waiting = self._waiting, []
-            for sock, said, process, heap in waiting:
-                said = _last_byte(sock, said)
-                if said != GOODBYE and not ended(process):
-                    self._waiting.append((sock, said, process, heap))
+            for sock, last_byte, process, heap in waiting:
+                last_byte = _last_byte(sock, last_byte)
+                if last_byte != GOODBYE and not has_ended(process):
+                    self._waiting.append((sock, last_byte, process, heap))
                     continue
                 sock.close()
                 os.close(process)
@@ -219,13 +219,13 @@ class Departures:
 
     def close(self) -> None:
         """Give the servers a moment to leave, at the end of the process. What they keep is not freed."""
-        until = time.monotonic() + LEAVING_SECONDS
+        deadline = time.monotonic() + LEAVING_SECONDS
         self.poll()
-        while self._waiting and time.monotonic() < until:
+        while self._waiting and time.monotonic() < deadline:
             time.sleep(LOOK_SECONDS)
             self.poll()
         with self._changing:
-            self._closed = True
+            self._is_closed = True
             self._give_up()
 
     def _give_up(self) -> None:
@@ -235,15 +235,15 @@ class Departures:
         self._waiting.clear()
 
 
-def _last_byte(sock: socket.socket, said: bytes) -> bytes:
-    """The last byte that came by the socket so far. said: the last one before."""
+def _last_byte(sock: socket.socket, last_byte: bytes) -> bytes:
+    """The last byte that came by the socket so far. last_byte: the last one before."""
     with contextlib.suppress(OSError):  # nothing came, or the process is gone
         while data := sock.recv(4096):
-            said = data[-1:]
-    return said
+            last_byte = data[-1:]
+    return last_byte
 
 
-def ended(process: int, seconds: float = 0.0) -> bool:
+def has_ended(process: int, seconds: float = 0.0) -> bool:
     """Whether the process of a pidfd has ended, or does within so many seconds."""
     poller = select.poll()
     poller.register(process, select.POLLIN)
@@ -262,9 +262,9 @@ def process_of(end: ShmCaller | ShmAnswerer) -> int:
 class DeviceIncoming:
     """An Incoming of a DeviceAnswerer."""
 
-    def __init__(self, incoming: Incoming, begin: int, row_bytes: int, shared: CallRows | None) -> None:
+    def __init__(self, incoming: Incoming, begin: int, row_bytes: int, call_rows: CallRows | None) -> None:
         self._incoming, self._begin, self._row_bytes = incoming, begin, row_bytes
-        self.shared = shared
+        self.call_rows = call_rows
         """The rows, if they are on the device."""
 
     @property
@@ -285,11 +285,11 @@ class DeviceIncoming:
 
     @property
     def answer(self) -> memoryview:
-        """As of `DeviceCall`."""
+        """The finite flags of the rows, as `DeviceCall.answer` has them."""
         return self._incoming.answer
 
     def publish(self, indices: IntArray) -> None:
-        """See `Incoming`. The own GPU has written these rows: its stream was waited for."""
+        """Publish rows that the own GPU has written. Its stream was waited for."""
         self._incoming.publish(indices)
 
 
@@ -298,9 +298,9 @@ class DeviceAnswerer:
 
     def __init__(self, answerer: ShmAnswerer, open_memory: Callable[[bytes], SharedMemory]) -> None:
         self._answerer, self._open_memory = answerer, open_memory
-        self._opened: dict[bytes, SharedMemory] = {}
+        self._memories: dict[bytes, SharedMemory] = {}
         self._process = process_of(answerer)
-        self._closed = False
+        self._is_closed = False
 
     events = select.POLLIN
     has_opened = False
@@ -319,7 +319,7 @@ class DeviceAnswerer:
         self._answerer.disarm()
 
     def poll(self) -> list[Incoming]:
-        """See `Answerer`. Raises ConfigError where the GPUs cannot share memory."""
+        """Returns the new calls. Raises ConfigError where the GPUs cannot share memory."""
         return [self._on_device(incoming) for incoming in self._answerer.poll()]
 
     def close(self) -> None:
@@ -328,11 +328,11 @@ class DeviceAnswerer:
         Where the GPU cannot close some of it, the client is not told. It keeps that memory until this process
         has ended.
         """
-        if self._closed:
+        if self._is_closed:
             return
-        self._closed = True
-        left = [memory for memory in self._opened.values() if not try_close(memory)]
-        self._opened.clear()
+        self._is_closed = True
+        left = [memory for memory in self._memories.values() if not try_close(memory)]
+        self._memories.clear()
         os.close(self._process)
         if not left:
             self._answerer.say(GOODBYE)
@@ -344,7 +344,7 @@ class DeviceAnswerer:
             raise DamagedMessage(f"a call of {len(request)} bytes is too short")
         first, second, begin, size, answer, row_bytes = _PLACES.unpack(request)
         end = _PLACES.size + first + second
-        start = max(_ALIGNED, -(-end // _ALIGNED) * _ALIGNED)
+        start = max(_REQUEST_ALIGNMENT, -(-end // _REQUEST_ALIGNMENT) * _REQUEST_ALIGNMENT)
         names = bytes(incoming.request[_PLACES.size : end])
         if start > len(incoming.request):
             raise DamagedMessage(f"a call of {len(incoming.request)} bytes has names up to byte {start}")
@@ -355,10 +355,10 @@ class DeviceAnswerer:
         return DeviceIncoming(incoming, start, row_bytes, CallRows(rows, answers))
 
     def _part(self, name: bytes, begin: int, size: int) -> Any:
-        if name not in self._opened:
-            self._opened[name] = self._open(name)
-        tensor = self._opened[name].tensor
-        if begin % _ALIGNED or begin + size > len(tensor):
+        if name not in self._memories:
+            self._memories[name] = self._open(name)
+        tensor = self._memories[name].tensor
+        if begin % _REQUEST_ALIGNMENT or begin + size > len(tensor):
             raise DamagedMessage(f"a call names bytes {begin} to {begin + size} of {len(tensor)}")
         return tensor[begin : begin + size]
 
@@ -371,7 +371,7 @@ class DeviceAnswerer:
         try:
             memory = self._open_memory(name)
         except ConfigError as error:
-            if ended(self._process, LEAVING_SECONDS):
+            if has_ended(self._process, LEAVING_SECONDS):
                 raise ConnectionLost("the process of the client has ended") from None
             if DeviceAnswerer.has_opened:
                 raise DamagedMessage(str(error)) from None

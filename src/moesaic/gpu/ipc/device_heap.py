@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from moesaic.core.errors import ConfigError
 
 LOG = logging.getLogger(__name__)
-ALIGNED = 256
+ALIGNMENT = 256
 """Places begin at multiples of so many bytes, as a GPU's allocations do."""
 
 
@@ -73,8 +73,8 @@ class DeviceHeap:
         self._export = export
         self._free: list[tuple[SharedMemory, list[tuple[int, int]]]] = []
         """Memory, and the begin and size of each of its free parts, ascending."""
-        self._given_back: list[Place] = []
-        self.closed = False
+        self._returned_places: list[Place] = []
+        self.is_closed = False
 
     @property
     def size(self) -> int:
@@ -83,7 +83,7 @@ class DeviceHeap:
 
     def take(self, size: int) -> Place:
         """A place of `size` bytes. Raises ConfigError if the GPU has no room for it."""
-        room = max(1, -(-size // ALIGNED)) * ALIGNED
+        room = max(1, -(-size // ALIGNMENT)) * ALIGNMENT
         for memory, parts in self._free:
             for index, (begin, free) in enumerate(parts):
                 if free >= room:
@@ -95,28 +95,28 @@ class DeviceHeap:
 
     def give_back(self, place: Place) -> None:
         """The own GPU was told everything that it does with this place."""
-        self._given_back.append(place)
+        self._returned_places.append(place)
 
-    def waited(self) -> None:
+    def reclaim_places(self) -> None:
         """The host waited until the own GPU had done what it was told before."""
-        given_back, self._given_back = self._given_back, []
-        for place in given_back:
+        returned_places, self._returned_places = self._returned_places, []
+        for place in returned_places:
             parts = next(parts for memory, parts in self._free if memory is place.memory)
             parts.append((place.begin, place.room))
             parts.sort()
-            merged = [parts[0]]
+            merged_parts = [parts[0]]
             for begin, room in parts[1:]:
-                last, size = merged[-1]
+                last, size = merged_parts[-1]
                 if last + size == begin:
-                    merged[-1] = last, size + room
+                    merged_parts[-1] = last, size + room
                 else:
-                    merged.append((begin, room))
-            parts[:] = merged
+                    merged_parts.append((begin, room))
+            parts[:] = merged_parts
 
     def close(self) -> None:
         """Free everything. No other process may have it open."""
-        self.closed = True
+        self.is_closed = True
         for memory, _ in self._free:
             memory.close()
         self._free.clear()
-        self._given_back.clear()
+        self._returned_places.clear()

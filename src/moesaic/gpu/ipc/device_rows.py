@@ -38,9 +38,9 @@ def _numbers(memory: torch.Tensor, width: int) -> torch.Tensor:
     return memory.view(torch.float32).view(-1, width)
 
 
-def _shared(incoming: Incoming) -> CallRows | None:
+def _device_rows(incoming: Incoming) -> CallRows | None:
     """The rows of a call on GPUs. None: the call is in memory of the host."""
-    return incoming.shared if isinstance(incoming, DeviceIncoming) else None
+    return incoming.call_rows if isinstance(incoming, DeviceIncoming) else None
 
 
 class WorkerRows:
@@ -63,12 +63,12 @@ class WorkerRows:
         """
         heap = DeviceHeap(self._sharing.export)
         try:
-            made = DeviceCaller(cast("ShmCaller", caller), heap, self.departures)
+            device_caller = DeviceCaller(cast("ShmCaller", caller), heap, self.departures)
         except MoesaicError:
             caller.close()
             raise
         self._answers.append(heap)
-        return made
+        return device_caller
 
     def arrays(self, request: ExpertRequest) -> RequestArrays:
         """The request with its rows in exported memory. The host waits for the GPU once."""
@@ -80,7 +80,7 @@ class WorkerRows:
         ids, weights = to_host_arrays((request.expert_ids, request.weights))
         assert ids is not None
         for heap in (self._hidden, *self._answers):
-            heap.waited()
+            heap.reclaim_places()
         flat = None if weights is None else weights.reshape(-1)
         return RequestArrays(rows, ids.reshape(-1), flat, request.expert_ids.shape[1], place)
 
@@ -93,13 +93,13 @@ class WorkerRows:
         """Free the memory of connections that are gone."""
         if len(self.departures) and not self.is_frozen:
             self.departures.poll()
-            for heap in [heap for heap in self._answers if heap.closed]:
+            for heap in [heap for heap in self._answers if heap.is_closed]:
                 self._answers.remove(heap)  # in place: another thread adds connections
 
     def close(self) -> None:
         """Free all memory that no server has open. All connections are closed."""
         self.departures.close()
-        if all(heap.closed for heap in self._answers):
+        if all(heap.is_closed for heap in self._answers):
             self._hidden.close()
 
 
@@ -124,9 +124,9 @@ class DeviceAnswers:
         self._device = device
 
     def take(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AnswerMemory`."""
-        taken = torch.empty(rows, width, device=self._device)
-        return taken, taken
+        """Allocate an answer of so many rows on the GPU, which is both results."""
+        answers = torch.empty(rows, width, device=self._device)
+        return answers, answers
 
     def give_back(self, memory: torch.Tensor) -> None:
         """Torch uses it again once nothing looks at it."""
@@ -141,8 +141,8 @@ class DeviceAnswers:
     ) -> None:
         """out[lines] = rows[places], without waiting for the GPU."""
         with torch.inference_mode():
-            mine = source.index_select(0, move_array(source_rows, self._device))
-            target.index_copy_(0, move_array(target_rows, self._device), mine)
+            picked_rows = source.index_select(0, move_array(source_rows, self._device))
+            target.index_copy_(0, move_array(target_rows, self._device), picked_rows)
 
     def clear(self, target: torch.Tensor, target_rows: IntArray) -> None:
         """out[lines] = 0, without waiting for the GPU."""
@@ -167,7 +167,7 @@ class DeviceCallMemory:
     """[p, h] the results of its pairs."""
     answer: torch.Tensor
     """[p, h], or [m, h] with partial sums, in memory of the client's GPU."""
-    done: int = 0
+    num_computed: int = 0
     """Pairs that were computed."""
 
     def sum_pairs(self) -> IntArray:
@@ -183,56 +183,56 @@ class ServerRows:
         self._device, self._hidden, self._host = device, hidden, HostMemory(hidden)
 
     def parse(self, incoming: Incoming, num_layers: int, num_experts: int) -> wire.Request:
-        """See `ServerMemory`. Raises DamagedMessage also for a call that has no rows on a GPU and should."""
-        shared = _shared(incoming)
-        if shared is None:
+        """Parse a request. Raises DamagedMessage also for a call that has no rows on a GPU and should."""
+        call_rows = _device_rows(incoming)
+        if call_rows is None:
             return self._host.parse(incoming, num_layers, num_experts)
-        count, rest = divmod(len(shared.rows), 4 * self._hidden)
+        count, excess_bytes = divmod(len(call_rows.rows), 4 * self._hidden)
         request = wire.parse(incoming.request, num_layers, num_experts, self._hidden, count)
-        if rest or request.parts or request.greeting or request.work is not None:
+        if excess_bytes or request.parts or request.greeting or request.work is not None:
             raise DamagedMessage(
-                f"a request has {len(shared.rows)} bytes of rows on a GPU, or parts beside them"
+                f"a request has {len(call_rows.rows)} bytes of rows on a GPU, or parts beside them"
             )
         return request
 
     def open(self, incoming: Incoming, request: wire.Request) -> CallMemory:
-        """See `ServerMemory`. The rows of a call are read once, without waiting for the GPU."""
-        shared, width = _shared(incoming), self._hidden
-        if shared is None:
+        """Read the rows of a call once, without waiting for the GPU, and make room for its results."""
+        call_rows, width = _device_rows(incoming), self._hidden
+        if call_rows is None:
             return self._host.open(incoming, request)
         assert request.places is not None
         with torch.inference_mode():
-            hidden = _numbers(shared.rows, width).index_select(0, move_array(request.places, self._device))
+            hidden = _numbers(call_rows.rows, width).index_select(0, move_array(request.places, self._device))
             rows = torch.empty(len(request.experts), width, device=self._device)
-            return DeviceCallMemory(incoming, request, hidden, rows, _numbers(shared.answer, width))
+            return DeviceCallMemory(incoming, request, hidden, rows, _numbers(call_rows.answer, width))
 
-    def finish(self, computed: Sequence[tuple[CallMemory, IntArray]]) -> None:
+    def finish(self, computed_pairs: Sequence[tuple[CallMemory, IntArray]]) -> None:
         """Write the results of these pairs into answers, and wait for the GPU once.
 
         With partial sums an answer is written with its last pair. Each row's byte says whether it is finite.
         """
-        written: list[tuple[DeviceCallMemory, IntArray]] = []
+        answered_calls: list[tuple[DeviceCallMemory, IntArray]] = []
         finite: list[torch.Tensor] = []
         with torch.inference_mode():
-            for call, pairs in computed:
+            for call, pairs in computed_pairs:
                 if not isinstance(call, DeviceCallMemory):
                     continue
-                call.done += len(pairs)
+                call.num_computed += len(pairs)
                 if call.request.weights is None:
                     results, lines = call.rows.index_select(0, move_array(pairs, self._device)), pairs
-                elif call.done == len(call.request.experts):
+                elif call.num_computed == len(call.request.experts):
                     results, lines = self._sums(call), np.arange(len(call.answer))
                 else:
                     continue
                 call.answer.index_copy_(0, move_array(lines, self._device), results)
                 finite.append(torch.isfinite(results).all(dim=1))
-                written.append((call, lines))
-            if not written:
+                answered_calls.append((call, lines))
+            if not answered_calls:
                 return
             flags, _ = to_host_arrays((torch.cat(finite).to(torch.uint8), None))
         assert flags is not None
         begin = 0
-        for call, lines in written:
+        for call, lines in answered_calls:
             np.frombuffer(call.incoming.answer, np.uint8)[lines] = flags[begin : begin + len(lines)]
             begin += len(lines)
 
@@ -241,10 +241,12 @@ class ServerRows:
         weights = call.request.weights
         assert weights is not None
         sums = torch.zeros_like(call.hidden)
-        weighted = call.rows * move_array(np.array(weights), self._device)[:, None]
-        for these in call.request.turns:
-            place = move_array(these, self._device)
+        weighted_rows = call.rows * move_array(np.array(weights), self._device)[:, None]
+        for turn_pairs in call.request.turns:
+            place = move_array(turn_pairs, self._device)
             sums.index_add_(
-                0, move_array(call.request.rows[these], self._device), weighted.index_select(0, place)
+                0,
+                move_array(call.request.rows[turn_pairs], self._device),
+                weighted_rows.index_select(0, place),
             )
         return sums

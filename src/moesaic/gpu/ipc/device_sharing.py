@@ -100,8 +100,8 @@ def sharing(device: torch.device) -> DeviceSharing:
 def check_installed() -> None:
     """Raises ConfigError if NVIDIA's bindings of the driver are not installed."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-        allowed = f"auto, shm, socket (NVIDIA's cuda-bindings are not installed: {INSTALL})"
-        raise ConfigError.field("--transport", "cuda_ipc", allowed)
+        allowed_values = f"auto, shm, socket (NVIDIA's cuda-bindings are not installed: {INSTALL})"
+        raise ConfigError.field("--transport", "cuda_ipc", allowed_values)
 
 
 @cache
@@ -138,10 +138,10 @@ class CudaIpc:
         flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         with self._current():
             address = self._call("cuIpcOpenMemHandle", handle, flags)
-            _, there = self._results("cuMemGetAddressRange", address)
-            if size > int(there):
+            _, allocation_size = self._results("cuMemGetAddressRange", address)
+            if size > int(allocation_size):
                 self._call("cuIpcCloseMemHandle", address)
-                raise DamagedMessage(f"memory of {there} bytes of a GPU is named as {size} bytes")
+                raise DamagedMessage(f"memory of {allocation_size} bytes of a GPU is named as {size} bytes")
         tensor = tensor_at(int(address), size, self._device)
         return _DriverMemory(self, b"", tensor, "cuIpcCloseMemHandle", address)
 
@@ -152,19 +152,19 @@ class CudaIpc:
         flags = self._driver.CU_MEMHOSTREGISTER_PORTABLE | self._driver.CU_MEMHOSTREGISTER_DEVICEMAP
         with self._current():
             self._call("cuMemHostRegister", address, size, flags)
-            there = self._call("cuMemHostGetDevicePointer", address, 0)
-        tensor = tensor_at(int(there), size, self._device)
+            device_address = self._call("cuMemHostGetDevicePointer", address, 0)
+        tensor = tensor_at(int(device_address), size, self._device)
         return _DriverMemory(self, b"", tensor, "cuMemHostUnregister", address, memory)
 
-    def give_back(self, how: str, address: Any) -> None:
-        """Call the driver's function `how` with an address.
+    def give_back(self, function: str, address: Any) -> None:
+        """Call the driver's function `function` with an address.
 
         Memory of another process is closed when the own GPU has done all work, which may read it.
         """
         with self._current():
-            if how == "cuIpcCloseMemHandle":
+            if function == "cuIpcCloseMemHandle":
                 self._call("cuCtxSynchronize")
-            self._call(how, address)
+            self._call(function, address)
 
     @staticmethod
     def _read(name: bytes) -> tuple[str, bytes, int]:
@@ -181,9 +181,9 @@ class CudaIpc:
         for index in range(torch.cuda.device_count()):
             if str(torch.cuda.get_device_properties(index).uuid) != uuid or uuid == self._uuid:
                 continue
-            other = self._call("cuDeviceGet", index)
-            if not self._call("cuDeviceCanAccessPeer", self._number, other):
-                raise _refused(f"GPUs {self._uuid} and {uuid} have no peer access to each other")
+            peer_device = self._call("cuDeviceGet", index)
+            if not self._call("cuDeviceCanAccessPeer", self._number, peer_device):
+                raise _driver_error(f"GPUs {self._uuid} and {uuid} have no peer access to each other")
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """The first result of a function of the driver. Raises as `_results`."""
@@ -197,7 +197,7 @@ class CudaIpc:
         if int(error):
             _, text = self._driver.cuGetErrorString(error)
             words = text.decode() if isinstance(text, bytes) else str(error)
-            raise _refused(f"{name} on GPU {self._uuid}: {words}")
+            raise _driver_error(f"{name} on GPU {self._uuid}: {words}")
         return results
 
     @contextlib.contextmanager
@@ -214,19 +214,25 @@ class _DriverMemory:
     """SharedMemory at an address that the driver gave."""
 
     def __init__(
-        self, ipc: CudaIpc, name: bytes, tensor: torch.Tensor, how: str, address: Any, keep: object = None
+        self,
+        ipc: CudaIpc,
+        name: bytes,
+        tensor: torch.Tensor,
+        release_function: str,
+        address: Any,
+        owner: object = None,
     ) -> None:
-        """how: the driver's function that gives it back. keep: lives on until then."""
+        """release_function: the driver's function that gives it back. owner: lives on until then."""
         self.name, self.tensor = name, tensor
-        self._ipc, self._how, self._address, self._keep = ipc, how, address, keep
-        self._closed = False
+        self._ipc, self._release_function, self._address, self._owner = ipc, release_function, address, owner
+        self._is_closed = False
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._ipc.give_back(self._how, self._address)
-            self._keep = None
+        if not self._is_closed:
+            self._is_closed = True
+            self._ipc.give_back(self._release_function, self._address)
+            self._owner = None
 
 
-def _refused(reason: str) -> ConfigError:
+def _driver_error(reason: str) -> ConfigError:
     return ConfigError(f"--transport cuda_ipc: {reason}")

@@ -19,7 +19,7 @@ from moesaic.experts import wire
 from moesaic.gpu.exchange.lifeline import Lifeline
 from moesaic.gpu.exchange.mailbox_answerer import MailboxRequest
 from moesaic.gpu.ipc.device_calls import CallRows, DeviceIncoming
-from moesaic.gpu.nvshmem.job import WORD, Joined, NvshmemJob
+from moesaic.gpu.nvshmem.job import WORD, JobPlace, NvshmemJob
 from moesaic.gpu.nvshmem.nvshmem_mailbox import NUMBER, WAKE_SECONDS, name_of
 from moesaic.kernels.moving import to_host_arrays
 from moesaic.transport.calls import Answerer, Incoming
@@ -43,27 +43,27 @@ class Inbox:
         self.news = 0.0
         """When the last request of any worker came."""
         self._owners: dict[int, NvshmemAnswerer] = {}
-        self.sent: dict[int, int] = {}
+        self.sent_words: dict[int, int] = {}
         """The last word that each worker was sent, by its channel."""
 
     def accept(self, client: Word) -> tuple[Word, Callable[[Lifeline], Answerer]]:
-        """See `lifeline.Introduce`. Any thread may call it."""
-        joined, pe = self._job.joined, client.get("pe")
-        if joined is None or client.get("job") != name_of(joined.place):
+        """Check a client, as `lifeline.Introduce` describes. Any thread may call it."""
+        job_place, pe = self._job.job_place, client.get("pe")
+        if job_place is None or client.get("job") != name_of(job_place.place):
             raise ConnectionLost("this server is in no NVSHMEM job, or in another one than the client")
-        if type(pe) is not int or not 0 <= pe < joined.place.workers:
+        if type(pe) is not int or not 0 <= pe < job_place.place.workers:
             raise ConnectionLost(f"a client says that it is process {pe!r} of the NVSHMEM job")
-        return {"pe": joined.place.pe}, lambda line: NvshmemAnswerer(self, joined, line, pe)
+        return {"pe": job_place.place.pe}, lambda line: NvshmemAnswerer(self, job_place, line, pe)
 
-    def word(self, joined: Joined, channel: int) -> int:
+    def word(self, job_place: JobPlace, channel: int) -> int:
         """The number of the last request of a worker, as was there LOOK_SECONDS ago at most."""
         now = time.monotonic()
         if now >= self._next_look:
-            count = joined.channels.count
-            words = joined.heap.tensor[: WORD * count].view(torch.int64).view(count, -1)[:, 0]
-            (found,) = to_host_arrays((words,))
-            assert found is not None
-            self._words, self._next_look = found, time.monotonic() + LOOK_SECONDS
+            count = job_place.channels.count
+            words = job_place.heap.tensor[: WORD * count].view(torch.int64).view(count, -1)[:, 0]
+            (words_read,) = to_host_arrays((words,))
+            assert words_read is not None
+            self._words, self._next_look = words_read, time.monotonic() + LOOK_SECONDS
         return int(self._words[channel])
 
     def nap(self) -> None:
@@ -74,21 +74,21 @@ class Inbox:
             self._next_nap = time.monotonic() + NAP_SECONDS
 
     def take_over(self, channel: int, end: NvshmemAnswerer) -> None:
-        """From now on this end has the channel, and no other one."""
+        """Give the channel to this end, and take it from any other."""
         self._owners[channel] = end
 
-    def has(self, channel: int, end: NvshmemAnswerer) -> bool:
+    def is_owner(self, channel: int, end: NvshmemAnswerer) -> bool:
         return self._owners.get(channel) is end
 
 
 class NvshmemAnswerer:
     """An Answerer whose requests and rows are in the symmetric heap."""
 
-    def __init__(self, inbox: Inbox, joined: Joined, line: Lifeline, pe: int) -> None:
+    def __init__(self, inbox: Inbox, job_place: JobPlace, line: Lifeline, pe: int) -> None:
         """pe: number of the worker's process."""
-        self._inbox, self._joined, self._line, self._pe = inbox, joined, line, pe
-        self._channel = joined.place.channel(pe)
-        self._said, self._open, self._seen, self._answered = b"", False, 0, 0
+        self._inbox, self._job_place, self._line, self._pe = inbox, job_place, line, pe
+        self._channel = job_place.place.channel(pe)
+        self._greeting, self._open, self._last_request, self._last_answer = b"", False, 0, 0
         self._awake, self._news = time.monotonic(), 0.0
         """When this end was woken, and when the last request came."""
 
@@ -100,7 +100,7 @@ class NvshmemAnswerer:
         return self._line.fileno()
 
     def ready(self) -> bool:
-        return self._line.lost is not None or (self._asked and self._word() != self._seen)
+        return self._line.loss is not None or (self._may_have_request and self._word() != self._last_request)
 
     def arm(self) -> bool:
         """A GPU posts without a wakeup, so there may be news at any time while the worker says so."""
@@ -112,25 +112,25 @@ class NvshmemAnswerer:
         return True
 
     def disarm(self) -> None:
-        self._line.look(at_once=True)
+        self._line.look(force=True)
 
     def poll(self) -> list[Incoming]:
-        """See `Answerer`. There is at most one call."""
-        if not self._line.look() and self._line.lost is not None:
-            raise self._line.lost.copy()
+        """Returns the new request, if there is one. A channel has at most one."""
+        if not self._line.look() and self._line.loss is not None:
+            raise self._line.loss.copy()
         if not self._open:
             self._begin()
             return []
-        if not self._inbox.has(self._channel, self):
+        if not self._inbox.is_owner(self._channel, self):
             raise ConnectionLost("the worker has connected once more")
-        if self._line.received():
+        if self._line.take_received():
             self._awake = time.monotonic()
-        number = self._word() if self._asked else self._seen
-        if number == self._seen:
+        number = self._word() if self._may_have_request else self._last_request
+        if number == self._last_request:
             return []
-        if self._answered != self._seen:
+        if self._last_answer != self._last_request:
             raise DamagedMessage("a client posted a request before the last one was answered")
-        self._seen, self._news = number, time.monotonic()
+        self._last_request, self._news = number, time.monotonic()
         self._inbox.news = self._news
         return [self._incoming(number)]
 
@@ -140,55 +140,61 @@ class NvshmemAnswerer:
 
     def _begin(self) -> None:
         """Take the channel once everything has arrived that the worker sent before, and say so."""
-        if said := self._line.received():
-            self._said, self._awake = (self._said + said)[:NUMBER], time.monotonic()
-        if len(self._said) < NUMBER:
+        if message := self._line.take_received():
+            self._greeting, self._awake = (self._greeting + message)[:NUMBER], time.monotonic()
+        if len(self._greeting) < NUMBER:
             return
-        last = int.from_bytes(self._said, "little")
+        last = int.from_bytes(self._greeting, "little")
         self._inbox.take_over(self._channel, self)
         if self._word() == last:
-            self._open, self._seen, self._answered = True, last, last
-            self._line.send(self._inbox.sent.get(self._channel, 0).to_bytes(NUMBER, "little"))
+            self._open, self._last_request, self._last_answer = True, last, last
+            self._line.send(self._inbox.sent_words.get(self._channel, 0).to_bytes(NUMBER, "little"))
 
     @property
     def _is_awake(self) -> bool:
         return time.monotonic() - max(self._awake, self._news) <= AWAKE_SECONDS
 
     @property
-    def _asked(self) -> bool:
+    def _may_have_request(self) -> bool:
         """Whether there may be a request. To look for one waits for the GPU."""
         return self._open and self._is_awake
 
     def _word(self) -> int:
-        return self._inbox.word(self._joined, self._channel)
+        return self._inbox.word(self._job_place, self._channel)
 
     def _incoming(self, number: int) -> Incoming:
-        heap, where, channel = self._joined.heap, self._joined.channels, self._channel
-        heap.arrived(where.request_word(channel), number)
-        begin, width = where.request(channel), 4 * where.hidden
-        (memory,) = to_host_arrays((heap.tensor[begin : begin + where.request_bytes],))
+        heap, channels, channel = self._job_place.heap, self._job_place.channels, self._channel
+        heap.await_signal(channels.request_word(channel), number)
+        begin, width = channels.request(channel), 4 * channels.hidden
+        (memory,) = to_host_arrays((heap.tensor[begin : begin + channels.request_bytes],))
         assert memory is not None
         rows, pairs = wire.read_counts(memory.data)
-        if pairs > where.pairs or rows > where.rows:
-            raise DamagedMessage(f"a request claims {rows} of {where.rows} rows, and {pairs} pairs")
+        if pairs > channels.pairs or rows > channels.rows:
+            raise DamagedMessage(f"a request claims {rows} of {channels.rows} rows, and {pairs} pairs")
         request = memory.data[: wire.size(rows, pairs, 0, False, on_device=True)].toreadonly()
         incoming = MailboxRequest(number, request, pairs, partial(self._answer, pairs))
-        begin += where.rows_at(rows, pairs)
-        answers = where.answers(channel)
-        shared = CallRows(
+        begin += channels.rows_at(rows, pairs)
+        answers = channels.answers(channel)
+        call_rows = CallRows(
             heap.tensor[begin : begin + max(1, rows) * width],
             heap.tensor[answers : answers + incoming.rows * width],
         )
-        return DeviceIncoming(incoming, 0, width, shared)
+        return DeviceIncoming(incoming, 0, width, call_rows)
 
     def _answer(self, pairs: int, number: int, doubt: bool) -> None:
         """Send the answer rows, and behind them the word. The GPU has written the rows.
 
         Nothing goes to a worker that has died meanwhile.
         """
-        if not (self._inbox.has(self._channel, self) and self._line.look(at_once=True)):
+        if not (self._inbox.is_owner(self._channel, self) and self._line.look(force=True)):
             return
-        where, own, word = self._joined.channels, self._joined.own, 2 * number + doubt
-        size, source = 4 * where.hidden * pairs, where.answers(self._channel)
-        self._joined.heap.put(where.answers(own), source, size, where.answer_word(own), word, self._pe)
-        self._inbox.sent[self._channel], self._answered = word, number
+        channels, own_channel, word = (
+            self._job_place.channels,
+            self._job_place.own_channel,
+            2 * number + doubt,
+        )
+        size, source = 4 * channels.hidden * pairs, channels.answers(self._channel)
+        self._job_place.heap.put(
+            channels.answers(own_channel), source, size, channels.answer_word(own_channel), word, self._pe
+        )
+        self._inbox.sent_words[self._channel], self._last_answer = word, number

@@ -33,7 +33,7 @@ WORD = 128
 SECOND = "this process was told to join an NVSHMEM job before, and joins no other one; start it anew for that"
 
 
-def aligned(size: int) -> int:
+def align(size: int) -> int:
     """`size`, rounded up to ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -51,24 +51,24 @@ class Channels:
 
     @property
     def request_bytes(self) -> int:
-        """Of the largest request without its rows."""
+        """The bytes of the largest request without its rows."""
         return wire.size(self.rows, self.pairs, self.hidden, False, on_device=True)
 
     @property
     def _request_room(self) -> int:
-        return aligned(self.request_bytes) + aligned(4 * self.rows * self.hidden)
+        return align(self.request_bytes) + align(4 * self.rows * self.hidden)
 
     @property
     def _answer_room(self) -> int:
-        return aligned(4 * self.pairs * self.hidden)
+        return align(4 * self.pairs * self.hidden)
 
     def rows_at(self, rows: int, pairs: int) -> int:
-        """From the begin of a request to its rows."""
-        return aligned(wire.size(rows, pairs, self.hidden, False, on_device=True))
+        """The bytes from the begin of a request to its rows."""
+        return align(wire.size(rows, pairs, self.hidden, False, on_device=True))
 
     @property
     def size(self) -> int:
-        """Of the heap."""
+        """The bytes of the heap."""
         return self.answers(self.count)
 
     def request_word(self, channel: int) -> int:
@@ -78,7 +78,7 @@ class Channels:
         return WORD * (self.count + channel)
 
     def request(self, channel: int) -> int:
-        return aligned(WORD * 2 * self.count) + channel * self._request_room
+        return align(WORD * 2 * self.count) + channel * self._request_room
 
     def answers(self, channel: int) -> int:
         return self.request(self.count) + channel * self._answer_room
@@ -90,7 +90,7 @@ def channels(layout: ExpertLayout, rows: int, place: JoinJob) -> Channels:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JobPlace:
     """The place of this process in a job that was formed."""
 
     heap: SymmetricHeap
@@ -98,7 +98,7 @@ class Joined:
     place: JoinJob
 
     @property
-    def own(self) -> int:
+    def own_channel(self) -> int:
         """The number of the own channel in heaps of the other side."""
         return self.place.channel(self.place.pe)
 
@@ -113,7 +113,7 @@ class NvshmemJob:
         it was in none."""
         self._jobs, self._layout, self._rows = jobs, layout, rows
         self._process = JobMembership() if process is None else process
-        self.joined: Joined | None = None
+        self.job_place: JobPlace | None = None
         """None until all processes have joined."""
         if self._process.was_told:
             LOG.warning(SECOND)
@@ -137,12 +137,12 @@ class NvshmemJob:
         threading.Thread(target=self._join, args=(place,), name="joining NVSHMEM", daemon=True).start()
 
     def _join(self, place: JoinJob) -> None:
-        where = channels(self._layout, self._rows, place)
+        job_channels = channels(self._layout, self._rows, place)
         pes = place.workers + place.servers
         try:
-            heap = self._jobs.join(place.unique_id, place.pe, pes, where.size)
+            heap = self._jobs.join(place.unique_id, place.pe, pes, job_channels.size)
         except MoesaicError as error:
             LOG.warning("%s; decode steps are computed in parts", error)
             return
-        self.joined = Joined(heap, where, place)
-        LOG.info("PE %d of an NVSHMEM job of %d, with %d MiB", place.pe, pes, where.size >> 20)
+        self.job_place = JobPlace(heap, job_channels, place)
+        LOG.info("PE %d of an NVSHMEM job of %d, with %d MiB", place.pe, pes, job_channels.size >> 20)

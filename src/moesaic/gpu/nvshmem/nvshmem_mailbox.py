@@ -22,7 +22,7 @@ from moesaic.core.messages import JoinJob
 from moesaic.gpu.exchange.lifeline import Lifeline, connect_lifeline
 from moesaic.gpu.exchange.server_mailbox import Progress
 from moesaic.gpu.ipc.device_sharing import PAGE, DeviceSharing, SharedMemory
-from moesaic.gpu.nvshmem.job import Joined, NvshmemJob
+from moesaic.gpu.nvshmem.job import JobPlace, NvshmemJob
 
 NUMBER = 8
 """Bytes of a number that an end sends by the lifeline."""
@@ -30,7 +30,7 @@ WAKE_SECONDS = 0.5
 """A server is woken so often while graphs ask it. It sleeps after several times as long without a request."""
 FIRST_SECONDS, MOST_SECONDS = 0.05, 10.0
 """A worker waits twice as long after each lifeline that was not made, from and up to about so long."""
-_POSTED, _ANSWERED, _DOUBT, _HEADER = 0, 128, 256, 384
+_REQUEST_PLACE, _ANSWER_PLACE, _DOUBT_PLACE, _HEADER_PLACE = 0, 128, 256, 384
 """Places in a page, in bytes."""
 
 
@@ -39,7 +39,7 @@ def name_of(place: JoinJob) -> str:
     return sha256(place.unique_id).hexdigest()
 
 
-class Told:
+class HostPage:
     """A page of the host that kernels tell what they asked a server, and what it answered."""
 
     def __init__(self, sharing: DeviceSharing) -> None:
@@ -47,38 +47,38 @@ class Told:
         self._memory = np.frombuffer(mmap.mmap(-1, PAGE), np.uint8)
         self._words: npt.NDArray[np.int64] = self._memory.view(np.int64)
         self._segment: SharedMemory = sharing.map_host(self._memory)
-        self.open = False
+        self.is_open = False
         """Whether a mailbox has this page now."""
 
     def address(self, place: int) -> int:
-        """As the device sees it."""
+        """The address of a place in the page, as the device sees it."""
         return self._segment.tensor.data_ptr() + place
 
     @property
-    def posted(self) -> int:
+    def request_number(self) -> int:
         """The number of the last request."""
-        return int(self._words[_POSTED // 8])
+        return int(self._words[_REQUEST_PLACE // 8])
 
     @property
-    def answered(self) -> int:
+    def answer_number(self) -> int:
         """The number of the last answer."""
-        return int(self._words[_ANSWERED // 8])
+        return int(self._words[_ANSWER_PLACE // 8])
 
     @property
     def header(self) -> memoryview:
-        """Of the last request."""
-        return self._memory.data[_HEADER:]
+        """The header of the last request."""
+        return self._memory.data[_HEADER_PLACE:]
 
     def settle(self) -> None:
         """The answer to the last request does not matter any more. Between steps."""
-        self._words[_ANSWERED // 8] = self.posted
-        self._words[_DOUBT // 8] = 0
+        self._words[_ANSWER_PLACE // 8] = self.request_number
+        self._words[_DOUBT_PLACE // 8] = 0
 
     def doubts(self) -> bool:
         """Whether an answer had NaN or infinities since the last call."""
-        found = bool(self._words[_DOUBT // 8])
-        self._words[_DOUBT // 8] = 0
-        return found
+        has_doubts = bool(self._words[_DOUBT_PLACE // 8])
+        self._words[_DOUBT_PLACE // 8] = 0
+        return has_doubts
 
     def close(self) -> None:
         self._segment.close()
@@ -87,37 +87,49 @@ class Told:
 class NvshmemMailbox:
     """A ServerMailbox by NVSHMEM."""
 
-    def __init__(self, line: Lifeline, joined: Joined, pe: int, told: Told) -> None:
-        """pe: number of the server's process. told: of this server, also by earlier mailboxes."""
-        self._line, self._joined, self._pe, self._told = line, joined, pe, told
-        self._channel, self._progress = joined.place.channel(pe), Progress(told.posted)
-        self._said, self._open, self._awake, self._next_wake = b"", False, False, 0.0
-        line.send(told.posted.to_bytes(NUMBER, "little"))
+    def __init__(self, line: Lifeline, job_place: JobPlace, pe: int, host_page: HostPage) -> None:
+        """pe: number of the server's process. host_page: of this server, also by earlier mailboxes."""
+        self._line, self._job_place, self._pe, self._host_page = line, job_place, pe, host_page
+        self._channel, self._progress = job_place.place.channel(pe), Progress(host_page.request_number)
+        self._greeting, self._open, self._awake, self._next_wake = b"", False, False, 0.0
+        line.send(host_page.request_number.to_bytes(NUMBER, "little"))
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        where, own, channel = self._joined.channels, self._joined.own, self._channel
-        begin, told = self._joined.heap.tensor.data_ptr(), self._told.address
-        request, answers = begin + where.request(channel), begin + where.answers(channel)
-        there = begin + where.request(own), begin + where.request_word(own)
-        words = told(_POSTED), begin + where.answer_word(channel)
-        return request, *words, answers, self._pe, *there, told(_HEADER), told(_ANSWERED), told(_DOUBT)
+        channels, own_channel, channel = self._job_place.channels, self._job_place.own_channel, self._channel
+        begin, host_address = self._job_place.heap.tensor.data_ptr(), self._host_page.address
+        request, answers = begin + channels.request(channel), begin + channels.answers(channel)
+        remote_addresses = begin + channels.request(own_channel), begin + channels.request_word(own_channel)
+        words = host_address(_REQUEST_PLACE), begin + channels.answer_word(channel)
+        return (
+            request,
+            *words,
+            answers,
+            self._pe,
+            *remote_addresses,
+            host_address(_HEADER_PLACE),
+            host_address(_ANSWER_PLACE),
+            host_address(_DOUBT_PLACE),
+        )
 
     @property
-    def quiet(self) -> bool:
-        if not self._opened():
+    def is_quiet(self) -> bool:
+        if not self._check_open():
             return False
-        if self._told.posted != self._told.answered and self._word() >> 1 == self._told.posted:
-            self._told.settle()  # it came after the step had failed
-        return self._told.posted == self._told.answered
+        if (
+            self._host_page.request_number != self._host_page.answer_number
+            and self._word() >> 1 == self._host_page.request_number
+        ):
+            self._host_page.settle()  # it came after the step had failed
+        return self._host_page.request_number == self._host_page.answer_number
 
-    def alive(self, at_once: bool = False) -> bool:
+    def alive(self, force: bool = False) -> bool:
         if self._awake:
             self.wake()
-        return self._line.look(at_once)
+        return self._line.look(force)
 
     def doubts(self) -> bool:
-        return self._told.doubts()
+        return self._host_page.doubts()
 
     def wake(self) -> None:
         self._awake = True
@@ -129,11 +141,13 @@ class NvshmemMailbox:
             self._next_wake = now + WAKE_SECONDS
             self._line.wake()
 
-    def rest(self) -> None:
+    def end_graph(self) -> None:
         self._awake = False
 
     def progress(self) -> tuple[int, int]:
-        return self._progress.news(self._told.posted, self._told.answered, self._told.header)
+        return self._progress.news(
+            self._host_page.request_number, self._host_page.answer_number, self._host_page.header
+        )
 
     def leave(self) -> None:
         self.close()
@@ -142,30 +156,30 @@ class NvshmemMailbox:
         return True
 
     def close(self) -> None:
-        self.rest()
+        self.end_graph()
         self._line.close()
-        self._told.open = False
+        self._host_page.is_open = False
 
-    def _opened(self) -> bool:
+    def _check_open(self) -> bool:
         """Whether both ends have all that was sent before.
 
         The server has said what its last word was, and that word has arrived, or it was never asked.
         """
         if not self._open:
-            self._line.look(at_once=True)
-            self._said = (self._said + self._line.received())[:NUMBER]
-            if len(self._said) == NUMBER:
-                self._open = self._word() == int.from_bytes(self._said, "little")
+            self._line.look(force=True)
+            self._greeting = (self._greeting + self._line.take_received())[:NUMBER]
+            if len(self._greeting) == NUMBER:
+                self._open = self._word() == int.from_bytes(self._greeting, "little")
             if self._open:
-                self._told.settle()
+                self._host_page.settle()
             else:
                 self._wake()  # it may sleep when the last request arrives
         return self._open
 
     def _word(self) -> int:
         """The server's last word, as it is on the device now."""
-        at = self._joined.channels.answer_word(self._channel)
-        return int(self._joined.heap.tensor[at : at + NUMBER].view(torch.int64)[0])
+        word_begin = self._job_place.channels.answer_word(self._channel)
+        return int(self._job_place.heap.tensor[word_begin : word_begin + NUMBER].view(torch.int64)[0])
 
 
 class NvshmemDialer:
@@ -174,10 +188,11 @@ class NvshmemDialer:
     def __init__(self, job: NvshmemJob, sharing: DeviceSharing, device: torch.device, hidden: int) -> None:
         self._job, self._sharing = job, sharing
         self._dialing = threading.Lock()
-        self._failed: dict[str, int] = {}
-        """By the address of a server: how often no lifeline was made, one after the other."""
-        self._told: dict[int, Told] = {}
-        """By the server's process. Kernels that wait for nothing may still look there, so none is freed."""
+        self._num_failures: dict[str, int] = {}
+        """Counts for each server's address how often in a row no lifeline was made."""
+        self._host_pages: dict[int, HostPage] = {}
+        """Maps each server's process to its page. Kernels that wait for nothing may still look there, so no
+        page is freed."""
         self.rows = torch.empty(0, hidden, device=device)
 
     @property
@@ -185,25 +200,29 @@ class NvshmemDialer:
         return self._job.unique_id
 
     def dial(self, address: str, secret: bytes) -> NvshmemMailbox:
-        """See `MailboxDialer`. Raises ConnectionLost while this process or the server is in no job."""
-        joined = self._job.joined
-        if joined is None:
+        """Connect to a server. Raises ConnectionLost while this process or the server is in no job."""
+        job_place = self._job.job_place
+        if job_place is None:
             raise ConnectionLost("this worker is in no NVSHMEM job yet")
         try:
-            line = connect_lifeline(address, secret, {"job": name_of(joined.place), "pe": joined.place.pe})
+            line = connect_lifeline(
+                address, secret, {"job": name_of(job_place.place), "pe": job_place.place.pe}
+            )
         except ConnectionLost:  # that of a server in no job too, which would be refused for ever
-            failed = self._failed[address] = self._failed.get(address, 0) + 1
-            time.sleep(min(MOST_SECONDS, FIRST_SECONDS * 2**failed))
+            num_failures = self._num_failures[address] = self._num_failures.get(address, 0) + 1
+            time.sleep(min(MOST_SECONDS, FIRST_SECONDS * 2**num_failures))
             raise
-        self._failed.pop(address, None)
+        self._num_failures.pop(address, None)
         try:
-            pe = _server(line.peer, joined.place)
+            pe = _server(line.peer, job_place.place)
             with self._dialing:  # an attempt that was stopped may be under way too
-                told = self._told.setdefault(pe, self._told.get(pe) or Told(self._sharing))
-                if told.open:
+                host_page = self._host_pages.setdefault(
+                    pe, self._host_pages.get(pe) or HostPage(self._sharing)
+                )
+                if host_page.is_open:
                     raise ConnectionLost(f"the mailbox at process {pe} before this one is still open")
-                told.open = True
-            return NvshmemMailbox(line, joined, pe, told)
+                host_page.is_open = True
+            return NvshmemMailbox(line, job_place, pe, host_page)
         except BaseException:
             line.close()
             raise
@@ -212,8 +231,8 @@ class NvshmemDialer:
         self._job.join(place)
 
     def close(self) -> None:
-        for told in self._told.values():
-            told.close()
+        for host_page in self._host_pages.values():
+            host_page.close()
 
 
 def _server(peer: dict[str, Any], place: JoinJob) -> int:

@@ -16,5 +16,5 @@ INSTALL = "pip install nvshmem4py-cu12, or nvshmem4py-cu13 for CUDA 13"
 def check_installed() -> None:
     """Raises ConfigError if nvshmem4py is not installed."""
     if importlib.util.find_spec(MODULE) is None:
-        allowed = f"auto, shm, socket, nixl (nvshmem4py is not installed: {INSTALL})"
-        raise ConfigError.field("--transport", "nvshmem", allowed)
+        allowed_values = f"auto, shm, socket, nixl (nvshmem4py is not installed: {INSTALL})"
+        raise ConfigError.field("--transport", "nvshmem", allowed_values)

@@ -19,8 +19,8 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import JoinJob
 
 LOG = logging.getLogger(__name__)
-OUTSIDE = "%s is not in the NVSHMEM job, %s: decode steps that need it are computed in parts"
-LATER = "which was formed before it served"
+NOT_IN_JOB = "%s is not in the NVSHMEM job, %s: decode steps that need it are computed in parts"
+JOINED_TOO_LATE = "which was formed before it served"
 UNABLE = "as its process cannot join one"
 _Process = tuple[Role, int, int]
 """Role, number and incarnation."""
@@ -30,12 +30,12 @@ class NvshmemPlaces:
     """The places in the job of one cluster. Only the supervisor's thread uses it."""
 
     def __init__(self, members: Members, cluster: ClusterConfig) -> None:
-        self._members, self._asked = members, cluster.transport == "nvshmem"
+        self._members, self._is_nvshmem = members, cluster.transport == "nvshmem"
         self._least = cluster.nvshmem_pes or cluster.attention_workers + cluster.expert_servers
         """Processes with which the job is formed."""
         self._places: dict[_Process, JoinJob] | None = None
         """Empty: no job can be formed. None: it is not formed yet."""
-        self._told: set[_Process] = set()
+        self._placed_processes: set[_Process] = set()
         """Processes that have their place, or whose lack of one was logged."""
 
     def look(self) -> None:
@@ -43,39 +43,42 @@ class NvshmemPlaces:
 
         Where a thread of the supervisor has ended in the middle of it, the next one goes on.
         """
-        if self._places is None and self._asked and self._complete:
-            self._places = self._formed()
-        for member in self._all if self._places else ():
+        if self._places is None and self._is_nvshmem and self._complete:
+            self._places = self._form_job()
+        for member in self._job_members if self._places else ():
             process = _process(member)
             place = self._places.get(process) if self._places else None
-            if process in self._told or (place is None and member.stage is not Stage.SERVING):
+            if process in self._placed_processes or (place is None and member.stage is not Stage.SERVING):
                 continue
             if place is None:
-                LOG.warning(OUTSIDE, member.name, LATER if _joins(member) else UNABLE)
+                LOG.warning(NOT_IN_JOB, member.name, JOINED_TOO_LATE if _joins(member) else UNABLE)
             elif member.child is not None:
                 with contextlib.suppress(ConnectionLost):  # its reader thread reports it
                     member.child.connection.send(place)
-            self._told.add(process)
+            self._placed_processes.add(process)
 
     @property
-    def _all(self) -> list[Member]:
+    def _job_members(self) -> list[Member]:
         return [*self._members.workers, *self._members.servers]
 
     @property
     def _complete(self) -> bool:
         """Whether enough processes serve, and none is being added, removed or restarted."""
-        settled = self._members.all_serve and not any(member.on_trial for member in self._members.all_members)
-        return settled and len(self._all) >= self._least
+        is_settled = self._members.all_serve and not any(
+            member.on_trial for member in self._members.all_members
+        )
+        return is_settled and len(self._job_members) >= self._least
 
-    def _formed(self) -> dict[_Process, JoinJob]:
+    def _form_job(self) -> dict[_Process, JoinJob]:
         """The place of each process that can join a job."""
         able = [
-            sorted(filter(_joins, one), key=_number) for one in (self._members.workers, self._members.servers)
+            sorted(filter(_joins, members), key=_number)
+            for members in (self._members.workers, self._members.servers)
         ]
         workers, servers = able
         if not (workers and servers):
-            who = "expert server" if workers else "attention worker"
-            LOG.warning("no %s can join an NVSHMEM job: decode steps are computed in parts", who)
+            missing_role = "expert server" if workers else "attention worker"
+            LOG.warning("no %s can join an NVSHMEM job: decode steps are computed in parts", missing_role)
             return {}
         LOG.info("an NVSHMEM job: %d attention workers and %d expert servers", len(workers), len(servers))
         sizes = len(workers), len(servers)

@@ -44,7 +44,7 @@ class SymmetricHeap(Protocol):
         its word at `signal`. The current stream does it, in its order. `size` 0 sends the signal alone."""
         ...
 
-    def arrived(self, signal: int, number: int) -> None:
+    def await_signal(self, signal: int, number: int) -> None:
         """What the current stream does from now on sees everything that was written before the own word at
         `signal` became `number`, which it is. Words only grow."""
         ...
@@ -89,15 +89,15 @@ class Nvshmem:
 
     def unique_id(self) -> bytes:
         with _in_one_line("no name for a job"):
-            made = self._core.get_unique_id()
-        return ctypes.string_at(made.ptr, _size(made))
+            job_name = self._core.get_unique_id()
+        return ctypes.string_at(job_name.ptr, _size(job_name))
 
     def join(self, unique_id: bytes, pe: int, pes: int, size: int) -> SymmetricHeap:
         name = self._core.get_unique_id(empty=True)
         if len(unique_id) != _size(name):
-            raise _refused(f"a name of {len(unique_id)} bytes; this version's have {_size(name)}")
+            raise _nvshmem_error(f"a name of {len(unique_id)} bytes; this version's have {_size(name)}")
         if self._status() != "STATUS_NOT_INITIALIZED":
-            raise _refused("this process has joined a job before")
+            raise _nvshmem_error("this process has joined a job before")
         ctypes.memmove(name.ptr, unique_id, len(unique_id))
         with torch.cuda.device(self._device):
             with _in_one_line(f"PE {pe} of {pes} cannot join; NVSHMEM_DEBUG=WARN says more"):
@@ -105,7 +105,7 @@ class Nvshmem:
                 device.set_current()
                 self._core.init(device=device, uid=name, rank=pe, nranks=pes, initializer_method="uid")
             if self._status() == "STATUS_LIMITED_MPG":
-                raise _refused("two processes of the job have the same GPU; each needs its own")
+                raise _nvshmem_error("two processes of the job have the same GPU; each needs its own")
             return _Heap(self._bindings, pe, self._zeros(size))
 
     def _zeros(self, size: int) -> torch.Tensor:
@@ -113,7 +113,9 @@ class Nvshmem:
         with _in_one_line("the symmetric heap"):
             address = self._bindings.malloc(size)
         if not address:
-            raise _refused(f"no {size} bytes for the symmetric heap; NVSHMEM_SYMMETRIC_SIZE may limit it")
+            raise _nvshmem_error(
+                f"no {size} bytes for the symmetric heap; NVSHMEM_SYMMETRIC_SIZE may limit it"
+            )
         tensor = tensor_at(int(address), size, self._device)
         tensor.zero_()
         stream = torch.cuda.current_stream(self._device)
@@ -135,16 +137,16 @@ class _Heap:
 
     def put(self, target: int, source: int, size: int, signal: int, number: int, pe: int) -> None:
         target, source, signal = (self._address + place for place in (target, source, signal))
-        how = int(self._library.Signal_op.SIGNAL_SET)
+        signal_operation = int(self._library.Signal_op.SIGNAL_SET)
         if size:
             put = self._library.putmem_signal_on_stream
-            put(target, source, size, signal, number, how, pe, self._stream)
+            put(target, source, size, signal, number, signal_operation, pe, self._stream)
         else:  # a network card may take 0 bytes for 2 GiB
-            self._library.signal_op_on_stream(signal, number, how, pe, self._stream)
+            self._library.signal_op_on_stream(signal, number, signal_operation, pe, self._stream)
 
-    def arrived(self, signal: int, number: int) -> None:
-        how = int(self._library.Cmp_type.CMP_GE)
-        self._library.signal_wait_until_on_stream(self._address + signal, how, number, self._stream)
+    def await_signal(self, signal: int, number: int) -> None:
+        comparison = int(self._library.Cmp_type.CMP_GE)
+        self._library.signal_wait_until_on_stream(self._address + signal, comparison, number, self._stream)
 
     @property
     def _stream(self) -> int:
@@ -156,15 +158,15 @@ def _size(unique_id: Any) -> int:
     return int(unique_id._data.nbytes)
 
 
-def _refused(reason: str) -> ConfigError:
+def _nvshmem_error(reason: str) -> ConfigError:
     return ConfigError(f"--transport nvshmem: {reason}")
 
 
 @contextlib.contextmanager
-def _in_one_line(what: str) -> Iterator[None]:
+def _in_one_line(action: str) -> Iterator[None]:
     """Errors of the bindings, which are of classes of their own, become a ConfigError of one line."""
     try:
         yield
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise _refused(f"{what}: {reason}") from error
+        raise _nvshmem_error(f"{action}: {reason}") from error

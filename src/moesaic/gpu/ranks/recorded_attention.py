@@ -23,15 +23,15 @@ import torch
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.tokens import TokenBatch
 from moesaic.experts.collectives.group import Traffic
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, unrecorded
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, run_eagerly
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.runtime.group.announcer import Announcer, at_first, free_recordings
 from moesaic.runtime.group.arrays import pack, unpack
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.together import Together, at_first, free_recordings
 from moesaic.runtime.step.running_step import SharedRows
 from moesaic.runtime.step.stages import until_output_projection
 from moesaic.runtime.step.step_kind import Kind
@@ -48,18 +48,18 @@ _RECORD: the layers of a graph. _REPLAY: the first layer of a graph, and the ste
 class RecordedAttention:
     """On the first rank: the attention of one recorded step. See `stages.RecordedStages`."""
 
-    def __init__(self, together: Together, number: int, kind: Kind, hidden: torch.Tensor) -> None:
+    def __init__(self, announcer: Announcer, number: int, kind: Kind, hidden: torch.Tensor) -> None:
         """hidden: [rows, h] on the device, for what is sent through the host. So no graph keeps that."""
-        self._together, self._number, self._leaving = together, number, hidden
-        self._tried = False
+        self._announcer, self._number, self._leaving = announcer, number, hidden
+        self._has_run = False
         """Whether the step has run without being recorded."""
-        self._begun: list[int] = []
+        self._part_layers: list[int] = []
         """Layers of the part that is made now, if graphs can hold their exchanges."""
         self._layers: list[tuple[int, ...]] = []
-        """Of each part."""
+        """The layers of each part."""
         self._step = b""
-        """That of the next replay, until the other ranks have it."""
-        together.run(partial(together.announce, _PREPARE, number, *kind))
+        """The step of the next replay, until the other ranks have it."""
+        announcer.run(partial(announcer.announce, _PREPARE, number, *kind))
 
     def stages(
         self,
@@ -70,43 +70,43 @@ class RecordedAttention:
         attention: AttentionBatch,
         memory: LayerMemory,
     ) -> Generator[SharedRows, torch.Tensor | None, torch.Tensor]:
-        """As `SharedAttention.stages`, while the step is recorded. The caller is in `Together.run`."""
-        together, rows, sizes = self._together, self._together.rows, self._at_first(len(hidden))
-        if not self._tried:
-            together.announce(_TRY, self._number, layer)
+        """Runs as `SharedAttention.stages` while the step is recorded. The caller is in `Announcer.run`."""
+        announcer, rows, sizes = self._announcer, self._announcer.rows, self._at_first(len(hidden))
+        if not self._has_run:
+            announcer.announce(_TRY, self._number, layer)
         if rows.capturable:
-            self._begun.append(layer)
+            self._part_layers.append(layer)
             rows.all_gather(hidden, sizes)
             addend = until_output_projection(block, layer, hidden, positions, attention, memory)
             return rows.reduce_scatter(addend, sizes)
-        if self._tried:
-            together.announce(_RECORD, self._number, layer)
+        if self._has_run:
+            announcer.announce(_RECORD, self._number, layer)
         self._leaving.copy_(hidden)
         yield SharedRows(partial(self._gather, layer))
         self._leaving.copy_(until_output_projection(block, layer, hidden, positions, attention, memory))
-        summed = yield SharedRows(self._scatter, tuple(hidden.shape))
-        assert summed is not None
-        return summed
+        sums = yield SharedRows(self._scatter, tuple(hidden.shape))
+        assert sums is not None
+        return sums
 
     def run_unrecorded(
         self, step: Callable[[], Result], answer: torch.Tensor | None = None
     ) -> Recording[Result]:
-        """As `graph_inputs.unrecorded`, of the next part. The other ranks compute with this one."""
-        part = self._together.run(partial(unrecorded, step, answer))
-        self._layers.append(tuple(self._begun))
-        self._begun.clear()
+        """Run the next part eagerly, as `graph_inputs.run_eagerly`. The other ranks compute with this one."""
+        part = self._announcer.run(partial(run_eagerly, step, answer))
+        self._layers.append(tuple(self._part_layers))
+        self._part_layers.clear()
         return part
 
     def recorder(self, make: OperationRecorder) -> OperationRecorder:
         """Records the parts that have run unrecorded, in their order. The other ranks record too."""
-        layers, self._tried = iter(self._layers), True
+        layers, self._has_run = iter(self._layers), True
 
-        def recorded(
+        def make_recording(
             step: Callable[[], Result], expert_rows: torch.Tensor | None = None
         ) -> Recording[Result]:
-            return self._together.run(partial(self._record, make, step, expert_rows, next(layers)))
+            return self._announcer.run(partial(self._record, make, step, expert_rows, next(layers)))
 
-        return recorded
+        return make_recording
 
     def begin(self, batch: TokenBatch) -> None:
         """The step of the parts that are replayed from now on."""
@@ -115,38 +115,38 @@ class RecordedAttention:
     def announce(self, layer: int) -> None:
         """The other ranks replay their graph that begins with this layer."""
         step, self._step = self._step, b""
-        self._together.announce(_REPLAY, self._number, layer, step=step)
+        self._announcer.announce(_REPLAY, self._number, layer, step=step)
 
     def _record(
         self,
         make: OperationRecorder,
         step: Callable[[], Result],
-        given: torch.Tensor | None,
+        expert_rows: torch.Tensor | None,
         layers: tuple[int, ...],
     ) -> Recording[Result]:
-        rows = self._together.rows
+        rows = self._announcer.rows
         if layers:
-            self._together.announce(_RECORD, self._number, *layers)
-        before = rows.traffic
-        made = make(step, given)
+            self._announcer.announce(_RECORD, self._number, *layers)
+        traffic_before = rows.traffic
+        recording = make(step, expert_rows)
         if rows.capturable:
-            self._together.made.append(made)
+            self._announcer.recordings.append(recording)
         announce = partial(self.announce, layers[0]) if layers else None
-        return _SharedPart(made, self._together, announce, rows.traffic.subtract(before))
+        return _SharedPart(recording, self._announcer, announce, rows.traffic.subtract(traffic_before))
 
     def _gather(self, layer: int, count: int) -> None:
         def run() -> None:
             self.announce(layer)
-            self._together.rows.all_gather(self._leaving[:count], self._at_first(count))
+            self._announcer.rows.all_gather(self._leaving[:count], self._at_first(count))
 
-        self._together.run(run)
+        self._announcer.run(run)
 
     def _scatter(self, count: int) -> torch.Tensor:
-        rows, sizes = self._together.rows, self._at_first(count)
-        return self._together.run(partial(rows.reduce_scatter, self._leaving[:count], sizes))
+        rows, sizes = self._announcer.rows, self._at_first(count)
+        return self._announcer.run(partial(rows.reduce_scatter, self._leaving[:count], sizes))
 
     def _at_first(self, count: int) -> list[int]:
-        return at_first(count, self._together.rows.group.size)
+        return at_first(count, self._announcer.rows.group.size)
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ class _SharedPart(Generic[Result]):
     """A recorded part, whose graph may hold exchanges with the other ranks or run between two of them."""
 
     inner: Recording[Result]
-    together: Together
+    announcer: Announcer
     announce: Callable[[], None] | None
     """None: the graph holds no exchange."""
-    sent: Traffic
+    traffic: Traffic
     """What the graph sends to the other ranks."""
 
     @property
@@ -165,19 +165,19 @@ class _SharedPart(Generic[Result]):
         return self.inner.result
 
     def run(self, expert_rows: torch.Tensor | None = None) -> Result:
-        """See `Recording`. The other ranks replay their graph too."""
-        return self.together.run(partial(self._run, expert_rows))
+        """Replay the part. The other ranks replay their graph too."""
+        return self.announcer.run(partial(self._run, expert_rows))
 
     def free(self) -> None:
-        """See `Recording`."""
+        """Free the part."""
         self.inner.free()
 
-    def _run(self, given: torch.Tensor | None) -> Result:
+    def _run(self, expert_rows: torch.Tensor | None) -> Result:
         if self.announce is not None:
             self.announce()
-        found = self.inner.run(given)
-        self.together.rows.count_replayed(self.sent)
-        return found
+        result = self.inner.run(expert_rows)
+        self.announcer.rows.count_replayed(self.traffic)
+        return result
 
 
 @dataclass
@@ -188,9 +188,9 @@ class _Step:
     hidden: torch.Tensor
     """[rows, h] what its graphs read and what they write, where they hold no exchange."""
     graphs: dict[int, Recording[None]] = field(default_factory=dict)
-    """By their first layer."""
+    """Maps the first layer of each graph to the graph."""
     rows: int = 0
-    """Of the step that `inputs` has, without padding."""
+    """The number of rows of the step in `inputs`, without padding."""
 
 
 class AttentionRecordings:
@@ -209,51 +209,51 @@ class AttentionRecordings:
         """table_width: KV blocks of the longest sequence."""
         self._model, self._memory, self._rows = model, memory, rows
         self._inputs = partial(GraphInputs, table_width=table_width, block_size=block_size, device=device)
-        self._nothing = torch.empty(0, model.spec.hidden_size, device=device)
+        self._no_rows = torch.empty(0, model.spec.hidden_size, device=device)
         self._recorder = recorder
         self._steps: dict[int, _Step] = {}
-        self._made: list[Recording[Any]] = []
-        rows.when_closing(partial(free_recordings, self._made))
+        self._recordings: list[Recording[Any]] = []
+        rows.when_closing(partial(free_recordings, self._recordings))
 
-    def is_about(self, message: bytes) -> bool:
+    def is_recording_message(self, message: bytes) -> bool:
         """Whether a message of the first rank is about recordings."""
         code = int.from_bytes(message[:8], "little", signed=True)
         return len(message) >= 24 and len(message) % 8 == 0 and _REPLAY <= code <= _PREPARE
 
     def follow(self, message: bytes) -> None:
         """Do what the first rank announces. Raises ConnectionLost for a damaged message."""
-        code, number, *rest = np.frombuffer(message[:24], np.int64).tolist()
+        code, number, *layer_numbers = np.frombuffer(message[:24], np.int64).tolist()
         if code == _PREPARE:
             if len(message) != 40:
                 raise ConnectionLost(f"a recording's message of {len(message)} bytes")
-            rows, longest, several = np.frombuffer(message[16:], np.int64).tolist()
-            inputs = self._inputs(Kind(rows, longest, bool(several)))
-            hidden = torch.zeros(rows, self._nothing.shape[1], device=self._nothing.device)
+            rows, longest, has_several_rows = np.frombuffer(message[16:], np.int64).tolist()
+            inputs = self._inputs(Kind(rows, longest, bool(has_several_rows)))
+            hidden = torch.zeros(rows, self._no_rows.shape[1], device=self._no_rows.device)
             self._steps[number] = _Step(inputs, hidden)
             return
         step = self._steps.get(number)
-        if step is None or not rest:
+        if step is None or not layer_numbers:
             raise ConnectionLost(f"message {code} for the unknown recording {number}")
         if code == _REPLAY:
-            self._replay(step, rest[0], message[24:])
+            self._replay(step, layer_numbers[0], message[24:])
             return
-        layers, known = np.frombuffer(message[16:], np.int64).tolist(), self._model.spec
-        if min(layers) < 0 or max(layers) >= known.num_layers + known.predicting:
+        layers, spec = np.frombuffer(message[16:], np.int64).tolist(), self._model.spec
+        if min(layers) < 0 or max(layers) >= spec.num_layers + spec.predicting:
             raise ConnectionLost(f"a recording of layers {layers}")
         run = partial(self._attend, step, layers)
         if code == _TRY:
             run()
         else:
-            step.graphs[rest[0]] = graph = self._recorder(run, step.hidden)
+            step.graphs[layer_numbers[0]] = graph = self._recorder(run, step.hidden)
             if self._rows.capturable:
-                self._made.append(graph)
+                self._recordings.append(graph)
 
     def _attend(self, step: _Step, layers: Sequence[int]) -> None:
         """What a graph has: these layers with their exchanges, or one without them."""
         rows, inputs = self._rows, step.inputs
         sizes = at_first(inputs.kind.rows, rows.group.size)
         for layer in layers:
-            hidden = rows.all_gather(self._nothing, sizes) if rows.capturable else step.hidden
+            hidden = rows.all_gather(self._no_rows, sizes) if rows.capturable else step.hidden
             block = self._model.block(layer)
             addend = until_output_projection(
                 block, layer, hidden, inputs.positions, inputs.attention, self._memory
@@ -276,5 +276,5 @@ class AttentionRecordings:
             graph.run()
             return
         sizes = at_first(step.rows, self._rows.group.size)
-        graph.run(self._rows.all_gather(self._nothing, sizes))
+        graph.run(self._rows.all_gather(self._no_rows, sizes))
         self._rows.reduce_scatter(step.hidden[: step.rows], sizes)

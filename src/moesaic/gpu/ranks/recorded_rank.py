@@ -20,12 +20,12 @@ import torch
 
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.collectives.group import Traffic
-from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, unrecorded
+from moesaic.gpu.graphs.graph_inputs import GraphInputs, is_recorded, run_eagerly
 from moesaic.kernels.moving import move_array
 from moesaic.kernels.table import OperationRecorder, Recording
 from moesaic.runtime.group.exchanges import Exchange, Stages, between_graphs, next_item
 from moesaic.runtime.group.rows import RowCollectives
-from moesaic.runtime.group.sharded import ShardedModel
+from moesaic.runtime.group.sharded_model import ShardedModel
 from moesaic.runtime.step.step_kind import Kind
 
 Item = Exchange | torch.Tensor
@@ -38,22 +38,22 @@ class RecordedRank:
     def __init__(self, model: ShardedModel, recorder: OperationRecorder, table_width: int) -> None:
         """table_width: KV blocks of the longest sequence."""
         self._model, self._recorder, self._table_width = model, recorder, table_width
-        self._recorded = model.collectives.recorded_rows
+        self._recorded_rows = model.collectives.recorded_rows
         self._steps: dict[tuple[Kind, bool], _RecordedStep] = {}
-        """By kind, and whether it is of the layer that drafts tokens. One step runs at a time, so they share
-        their memory."""
-        self._replayed = False
+        """Recordings by kind, and whether it is of the layer that drafts tokens. One step runs at a time, so
+        they share their memory."""
+        self._was_replay = False
         """Whether the last step was a replay, so that the layer that goes on from it is one too."""
-        self._made: list[Recording[Item]] = []
+        self._recordings: list[Recording[Item]] = []
         """The parts of all steps, and of one that could not be recorded to its end."""
         model.rows.when_closing(self.free)
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
-        """See `RunBatch`."""
-        self._replayed = batch.num_rows <= self._recorded.max_rows and is_recorded(batch)
-        if not self._replayed:
+        """Replay the recording of a decode step, or run any other step."""
+        self._was_replay = batch.num_rows <= self._recorded_rows.max_rows and is_recorded(batch)
+        if not self._was_replay:
             return self._model.run(batch)
-        kind = Kind.of(batch, self._model.model.spec, self._recorded.multiple)
+        kind = Kind.from_batch(batch, self._model.model.spec, self._recorded_rows.multiple)
         if (kind, False) not in self._steps:
             self._steps[kind, False] = self._record(kind)
         self._model.collectives.begin(batch.token_ids)
@@ -62,56 +62,60 @@ class RecordedRank:
         return hidden
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
-        """See `RunPrediction`. It is recorded after steps that are."""
+        """Compute drafted tokens of these rows. This is a replay after a step that was one."""
         model = self._model
-        if not self._replayed:
+        if not self._was_replay:
             return model.predict(batch, rows)
-        kept = model.select_kept_rows(rows)
-        kind = Kind.of(batch, model.model.spec, self._recorded.multiple)
-        kind = kind._replace(several=False)  # that layer keeps no states
+        kept_hidden = model.select_kept_rows(rows)
+        kind = Kind.from_batch(batch, model.model.spec, self._recorded_rows.multiple)
+        kind = kind._replace(has_sequences_of_several_rows=False)  # that layer keeps no states
         if (kind, True) not in self._steps:
             self._steps[kind, True] = self._record_prediction(kind)
         step = self._steps[kind, True]
         assert step.hidden is not None
-        step.hidden[: len(rows)].copy_(kept)
+        step.hidden[: len(rows)].copy_(kept_hidden)
         model.collectives.begin(batch.token_ids)
         return step.replay(batch, model.rows)[move_array(batch.logit_rows, model.device)]
 
     def free(self) -> None:
         """Destroy all recordings."""
-        made, self._made, self._steps = self._made, [], {}
-        for part in made:
+        recordings, self._recordings, self._steps = self._recordings, [], {}
+        for part in recordings:
             part.free()
 
     def _record(self, kind: Kind) -> _RecordedStep:
         """A recording of padded rows, in which all ranks take part. The same launches ran once before it."""
         model = self._model
         inputs = GraphInputs(kind, self._table_width, model.block_size, model.device)
-        given = inputs.token_ids, inputs.positions, inputs.attention
-        known = np.zeros(kind.rows, np.int64)  # what needs them is done between graphs
-        parts, sent = self._twice(partial(model.stages, *given, known), kind.rows)
-        return _RecordedStep(inputs, parts, sent)
+        arguments = inputs.token_ids, inputs.positions, inputs.attention
+        placeholder_ids = np.zeros(kind.rows, np.int64)  # what needs them is done between graphs
+        parts, traffic = self._record_after_run(partial(model.stages, *arguments, placeholder_ids), kind.rows)
+        return _RecordedStep(inputs, parts, traffic)
 
     def _record_prediction(self, kind: Kind) -> _RecordedStep:
-        """As `_record`, of the layer that drafts tokens."""
+        """Make a recording, as `_record`, of the layer that drafts tokens."""
         model = self._model
         inputs = GraphInputs(kind, self._table_width, model.block_size, model.device)
         hidden = torch.zeros(kind.rows, model.model.spec.hidden_size, device=model.device)
-        given = inputs.token_ids, inputs.positions, inputs.attention, hidden
-        known = np.zeros(kind.rows, np.int64)
-        parts, sent = self._twice(partial(model.prediction, *given, known), kind.rows)
-        return _RecordedStep(inputs, parts, sent, hidden)
+        arguments = inputs.token_ids, inputs.positions, inputs.attention, hidden
+        placeholder_ids = np.zeros(kind.rows, np.int64)
+        parts, traffic = self._record_after_run(
+            partial(model.prediction, *arguments, placeholder_ids), kind.rows
+        )
+        return _RecordedStep(inputs, parts, traffic, hidden)
 
-    def _twice(self, stages: Callable[[], Stages], rows: int) -> tuple[list[Recording[Item]], Traffic]:
+    def _record_after_run(
+        self, stages: Callable[[], Stages], rows: int
+    ) -> tuple[list[Recording[Item]], Traffic]:
         """The recorded parts of a step that ran once before, and what its graphs send."""
-        self._parts(stages(), rows, unrecorded)
-        before = self._model.rows.traffic
+        self._parts(stages(), rows, run_eagerly)
+        traffic_before = self._model.rows.traffic
         parts = self._parts(stages(), rows, self._make)
-        return parts, self._model.rows.traffic.subtract(before)
+        return parts, self._model.rows.traffic.subtract(traffic_before)
 
-    def _make(self, step: Callable[[], Item], given: torch.Tensor | None) -> Recording[Item]:
-        self._made.append(self._recorder(step, given))
-        return self._made[-1]
+    def _make(self, step: Callable[[], Item], answer: torch.Tensor | None) -> Recording[Item]:
+        self._recordings.append(self._recorder(step, answer))
+        return self._recordings[-1]
 
     def _parts(
         self, stages: Stages, rows: int, make: Callable[..., Recording[Item]]
@@ -120,15 +124,15 @@ class RecordedRank:
         stages = between_graphs(stages, rows)
         parts: list[Recording[Item]] = []
         answers: dict[tuple[int, ...], torch.Tensor] = {}
-        given: torch.Tensor | None = None
+        answer: torch.Tensor | None = None
         while True:
-            parts.append(make(partial(next_item, stages, given), given))
+            parts.append(make(partial(next_item, stages, answer), answer))
             item = parts[-1].result
             if isinstance(item, torch.Tensor):
                 return parts
             if item.shape not in answers:
                 answers[item.shape] = torch.zeros(item.shape, device=self._model.device)
-            given = answers[item.shape]
+            answer = answers[item.shape]
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class _RecordedStep:
     inputs: GraphInputs
     parts: list[Recording[Item]]
     """Each part ends at an exchange that a graph cannot hold, or at the end of the step."""
-    sent: Traffic
+    traffic: Traffic
     """What the graphs send to other ranks in a replay."""
     hidden: torch.Tensor | None = None
     """[rows, h] the hidden states that it goes on from, if it is of the layer that drafts tokens."""
@@ -154,5 +158,5 @@ class _RecordedStep:
             answer = item.run(rows)
         hidden = self.parts[-1].run(answer)
         assert isinstance(hidden, torch.Tensor)
-        collectives.count_replayed(self.sent)
+        collectives.count_replayed(self.traffic)
         return hidden[:rows]

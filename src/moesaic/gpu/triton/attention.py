@@ -32,29 +32,31 @@ SPLIT = 1024
 
 
 @triton.jit
-def _cached(base, slot, inside, columns, width, heads, head, size, INT8: tl.constexpr, SCALE: tl.constexpr):
+def _load_cached(
+    base, slot, valid, columns, width, heads, head, size, INT8: tl.constexpr, SCALE: tl.constexpr
+):
     """Rows of the cache [slots, columns] as numbers that products take, and a factor of each row [slots]."""
     line = width + SCALE if INT8 else width
     first = base + (slot.to(tl.int64) * heads + head) * line
-    at, mask = first[:, None] + columns[None, :], inside[:, None] & (columns < size)[None, :]
+    pointers, mask = first[:, None] + columns[None, :], valid[:, None] & (columns < size)[None, :]
     if INT8:
-        numbers = tl.load(at, mask=mask, other=0).to(tl.float32)
-        bits = tl.load(first + width, mask=inside, other=0).to(tl.int32) & 255
+        numbers = tl.load(pointers, mask=mask, other=0).to(tl.float32)
+        bits = tl.load(first + width, mask=valid, other=0).to(tl.int32) & 255
         for byte in tl.static_range(1, SCALE):
-            bits |= (tl.load(first + width + byte, mask=inside, other=0).to(tl.int32) & 255) << (8 * byte)
+            bits |= (tl.load(first + width + byte, mask=valid, other=0).to(tl.int32) & 255) << (8 * byte)
         return numbers, bits.to(tl.float32, bitcast=True)
     else:
-        return tl.load(at, mask=mask, other=0.0), tl.full(slot.shape, 1.0, tl.float32)
+        return tl.load(pointers, mask=mask, other=0.0), tl.full(slot.shape, 1.0, tl.float32)
 
 
 @triton.jit
 def _scores(
     read,
     rows,
-    used,
+    valid_lines,
     keys,
     slot,
-    inside,
+    valid,
     stored_width,
     heads,
     head,
@@ -70,29 +72,31 @@ def _scores(
     read: where the lines are. rows: their first KEY_STEP numbers.
     """
     columns = tl.arange(0, KEY_STEP)
-    key, factor = _cached(keys, slot, inside, columns, stored_width, heads, head, key_width, INT8, SCALE)
+    key, factor = _load_cached(keys, slot, valid, columns, stored_width, heads, head, key_width, INT8, SCALE)
     scores = product(rows, key, tl.zeros([LINES, KEYS], tl.float32))
     for step in range(KEY_STEP, key_width, KEY_STEP):
-        more, there = columns + step, used[:, None] & (columns + step < key_width)[None, :]
-        key, factor = _cached(keys, slot, inside, more, stored_width, heads, head, key_width, INT8, SCALE)
-        scores = product(tl.load(read + step, mask=there, other=0.0), key, scores)
+        next_columns, mask = columns + step, valid_lines[:, None] & (columns + step < key_width)[None, :]
+        key, factor = _load_cached(
+            keys, slot, valid, next_columns, stored_width, heads, head, key_width, INT8, SCALE
+        )
+        scores = product(tl.load(read + step, mask=mask, other=0.0), key, scores)
     return scores * factor[None, :]
 
 
 @triton.jit
-def _with_sink(sinks, which, used, peak, total, mixed):
+def _with_sink(sinks, query_head, valid_lines, peak, total, weighted_values):
     """The sum and the mixed values, after each line's sink has taken its part of the softmax."""
-    sink = tl.load(sinks + which, mask=used, other=0.0)
+    sink = tl.load(sinks + query_head, mask=valid_lines, other=0.0)
     higher = tl.maximum(peak, sink)
     shrink = tl.exp(peak - higher)
-    return total * shrink + tl.exp(sink - higher), mixed * shrink[:, None]
+    return total * shrink + tl.exp(sink - higher), weighted_values * shrink[:, None]
 
 
 @triton.jit
-def _weigh(scores, seen, peak, total):
+def _weigh(scores, visible, peak, total):
     """The running softmax after more scores [lines, keys]: weights, the new peak and sum, and the old
     ones' factor."""
-    scores = tl.where(seen, scores, float("-inf"))
+    scores = tl.where(visible, scores, float("-inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing was seen yet
     shrink = tl.exp(peak - base)
@@ -142,43 +146,50 @@ def _attend(
     sequence, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     lines, columns, places = tl.arange(0, LINES), tl.arange(0, KEY_STEP), tl.arange(0, VALUE_BLOCK)
     row, in_group = first + lines // tile_heads, of_group * tile_heads + lines % tile_heads
-    used, which = (row < stop) & (in_group < group), head * group + in_group
-    before = (tl.load(contexts + sequence) - tl.load(starts + sequence + 1)).to(tl.int32)  # and row: position
-    read = query + row[:, None].to(tl.int64) * line + which[:, None] * head_line + columns[None, :]
-    rows = tl.load(read, mask=used[:, None] & (columns < key_width)[None, :], other=0.0)
+    valid_lines, query_head = (row < stop) & (in_group < group), head * group + in_group
+    position_offset = (tl.load(contexts + sequence) - tl.load(starts + sequence + 1)).to(
+        tl.int32
+    )  # and row: position
+    read = query + row[:, None].to(tl.int64) * line + query_head[:, None] * head_line + columns[None, :]
+    rows = tl.load(read, mask=valid_lines[:, None] & (columns < key_width)[None, :], other=0.0)
     peak, total = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
-    mixed = tl.zeros([LINES, VALUE_BLOCK], tl.float32)
+    weighted_values = tl.zeros([LINES, VALUE_BLOCK], tl.float32)
     # The cache may hold anything, NaN as well, where no row of the tile looks.
-    needed, end = tl.maximum(0, before + first - window + 1) if WINDOW else 0, before + stop
-    begin = needed // KEYS * KEYS
+    first_token, end = (
+        tl.maximum(0, position_offset + first - window + 1) if WINDOW else 0,
+        position_offset + stop,
+    )
+    begin = first_token // KEYS * KEYS
     if SPLITS > 1:
         begin, end = tl.maximum(begin, part * SPLIT), tl.minimum(end, (part + 1) * SPLIT)
-    for at in range(begin, end, KEYS):
-        token = at + tl.arange(0, KEYS)
-        inside = (token >= needed) & (token < end)
-        seen = inside[None, :] & (token[None, :] <= (before + row)[:, None]) & used[:, None]
+    for token_begin in range(begin, end, KEYS):
+        token = token_begin + tl.arange(0, KEYS)
+        valid = (token >= first_token) & (token < end)
+        visible = valid[None, :] & (token[None, :] <= (position_offset + row)[:, None]) & valid_lines[:, None]
         if WINDOW:
-            seen = seen & (token[None, :] > (before + row - window)[:, None])
+            visible = visible & (token[None, :] > (position_offset + row - window)[:, None])
         block = tables + sequence.to(tl.int64) * table_width + token // BLOCK_SIZE
-        slot = tl.load(block, mask=inside, other=0) * BLOCK_SIZE + token % BLOCK_SIZE
-        where = keys, slot, inside, stored_width, heads, head, key_width
-        scores = _scores(read, rows, used, *where, INT8, SCALE, LINES, KEYS, KEY_STEP)
-        weights, peak, total, shrink = _weigh(scores * scale, seen, peak, total)
+        slot = tl.load(block, mask=valid, other=0) * BLOCK_SIZE + token % BLOCK_SIZE
+        key_arguments = keys, slot, valid, stored_width, heads, head, key_width
+        scores = _scores(read, rows, valid_lines, *key_arguments, INT8, SCALE, LINES, KEYS, KEY_STEP)
+        weights, peak, total, shrink = _weigh(scores * scale, visible, peak, total)
         base, size = (keys, stored_width) if IN_KEY else (values, value_width)
-        value, of_value = _cached(base, slot, inside, places, size, heads, head, value_width, INT8, SCALE)
-        weights = tl.where(seen, weights * of_value[None, :], 0.0)
-        mixed = product(weights, value.trans(), mixed * shrink[:, None])
-    to = row.to(tl.int64) * (heads * group) + which
+        value, of_value = _load_cached(base, slot, valid, places, size, heads, head, value_width, INT8, SCALE)
+        weights = tl.where(visible, weights * of_value[None, :], 0.0)
+        weighted_values = product(weights, value.trans(), weighted_values * shrink[:, None])
+    target = row.to(tl.int64) * (heads * group) + query_head
     if SPLITS > 1:
-        to = to * SPLITS + part
-        tl.store(peaks + to, peak, mask=used)
-        tl.store(sums + to, total, mask=used)
+        target = target * SPLITS + part
+        tl.store(peaks + target, peak, mask=valid_lines)
+        tl.store(sums + target, total, mask=valid_lines)
     else:
         if SINKS:
-            total, mixed = _with_sink(sinks, which, used, peak, total, mixed)
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]  # a padded row has seen nothing
-    write = out + to[:, None] * value_width + places[None, :]
-    tl.store(write, mixed, mask=used[:, None] & (places < value_width)[None, :])
+            total, weighted_values = _with_sink(sinks, query_head, valid_lines, peak, total, weighted_values)
+        weighted_values = (
+            weighted_values / tl.where(total == 0.0, 1.0, total)[:, None]
+        )  # a padded row has seen nothing
+    write = out + target[:, None] * value_width + places[None, :]
+    tl.store(write, weighted_values, mask=valid_lines[:, None] & (places < value_width)[None, :])
 
 
 @triton.jit
@@ -196,22 +207,22 @@ def _join(
 ):
     """Merge the parts of one row and query head in their order."""
     head, columns = tl.program_id(1), tl.arange(0, BLOCK)
-    to = tl.program_id(0).to(tl.int64) * heads + head
-    inside = columns < width
-    every = to * SPLITS + tl.arange(0, SPLITS)
-    peak = tl.max(tl.load(peaks + every), 0)
+    target = tl.program_id(0).to(tl.int64) * heads + head
+    mask = columns < width
+    part_offsets = target * SPLITS + tl.arange(0, SPLITS)
+    peak = tl.max(tl.load(peaks + part_offsets), 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)  # nothing was seen
-    total, mixed = tl.zeros([1], tl.float32), tl.zeros([BLOCK], tl.float32)
+    total, weighted_values = tl.zeros([1], tl.float32), tl.zeros([BLOCK], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head + tl.arange(0, 1))
         peak = tl.maximum(peak, tl.max(sink, 0))
         total += tl.exp(sink - peak)
     for part in range(SPLITS):
-        at = to * SPLITS + part
-        factor = tl.exp(tl.load(peaks + at) - peak)
-        total += tl.load(sums + at) * factor
-        mixed += tl.load(parts + at * width + columns, mask=inside, other=0.0) * factor
-    tl.store(out + to * width + columns, mixed / tl.where(total == 0.0, 1.0, total), mask=inside)
+        part_offset = target * SPLITS + part
+        factor = tl.exp(tl.load(peaks + part_offset) - peak)
+        total += tl.load(sums + part_offset) * factor
+        weighted_values += tl.load(parts + part_offset * width + columns, mask=mask, other=0.0) * factor
+    tl.store(out + target * width + columns, weighted_values / tl.where(total == 0.0, 1.0, total), mask=mask)
 
 
 def paged_attention(
@@ -224,7 +235,7 @@ def paged_attention(
     value_width: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `reference.attention.paged_attention`.
+    """Computes what `reference.attention.paged_attention` computes.
 
     Rows take the cache's type in both products, where that is a float type of 16 bits.
     """
@@ -236,8 +247,8 @@ def paged_attention(
         return out
     step, key_heads = batch.on_device, keys.shape[2]
     group = heads // key_heads
-    few = step.single or width > WIDE or keys.element_size() != 2
-    lines = LINES if few else MANY_LINES
+    has_few_lines = step.single or width > WIDE or keys.element_size() != 2
+    lines = LINES if has_few_lines else MANY_LINES
     tile_heads = min(group, lines)
     splits = block(triton.cdiv(step.longest, SPLIT)) if step.single and sliding_window is None else 1
     shape = (count, heads, splits)
@@ -245,9 +256,9 @@ def paged_attention(
     if splits > 1:
         parts, peaks, sums = query.new_empty(*shape, width), query.new_empty(shape), query.new_empty(shape)
     tiles = batch.tiles(lines // tile_heads)
-    cached = keys.contiguous(), keys if values is None else values.contiguous()
-    sunk = query if sinks is None else sinks
-    tensors = (query, *cached, sunk, tiles, step.contexts, step.starts, step.tables, parts, peaks, sums)
+    cache = keys.contiguous(), keys if values is None else values.contiguous()
+    sink_tensor = query if sinks is None else sinks
+    tensors = (query, *cache, sink_tensor, tiles, step.contexts, step.starts, step.tables, parts, peaks, sums)
     widths = (*query.stride()[:2], key_width, width, width_of(keys), step.tables.shape[1], key_heads, group)
     widths = (*widths, tile_heads)
     constants = _constants(keys, values is None, batch.block_size, (key_width, width), lines)
@@ -256,8 +267,8 @@ def paged_attention(
     grid = (len(tiles), key_heads * triton.cdiv(group, tile_heads), splits)
     launch(_attend, grid, *tensors, scale, sliding_window or 0, *widths, **constants, **common)
     if splits > 1:
-        joined = (parts, peaks, sums, sunk, out, heads, width)
-        launch(_join, (count, heads), *joined, BLOCK=block(width), **common)
+        arguments = (parts, peaks, sums, sink_tensor, out, heads, width)
+        launch(_join, (count, heads), *arguments, BLOCK=block(width), **common)
     return out
 
 

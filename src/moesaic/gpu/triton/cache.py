@@ -15,13 +15,13 @@ from moesaic.kernels.cache import LEAST_PEAK, LEVELS, SCALE_BYTES
 
 @triton.jit
 def _store(rows, cache, slots, line, head, heads, width, BLOCK: tl.constexpr):
-    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, head_id = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns, slot = tl.arange(0, BLOCK), tl.load(slots + row)
-    inside = columns < width
-    numbers = tl.load(rows + row * line + which * head + columns, mask=inside, other=0.0)
-    at = (slot * heads + which) * width
+    mask = columns < width
+    numbers = tl.load(rows + row * line + head_id * head + columns, mask=mask, other=0.0)
+    offset = (slot * heads + head_id) * width
     if slot >= 0:
-        tl.store(cache + at + columns, numbers.to(cache.dtype.element_ty), mask=inside)
+        tl.store(cache + offset + columns, numbers.to(cache.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -44,27 +44,27 @@ def _store_int8(
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row, head_id = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    numbers = tl.load(rows + row * line + which * head + columns, mask=inside, other=0.0)
+    mask = columns < width
+    numbers = tl.load(rows + row * line + head_id * head + columns, mask=mask, other=0.0)
     finite = tl.abs(numbers) < float("inf")  # not for NaN
     peak = tl.max(tl.where(finite, tl.abs(numbers), 0.0), 0)
     scale = tl.where(peak < least, 0.0, tl.div_rn(peak, LEVELS * 1.0))
-    divided = tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0))
-    rounded = tl.where(scale > 0, tl.where(finite, _round_half_even(divided), 0.0), 0.0)
-    lost = tl.sum(tl.where(finite, 0, 1), 0)  # numbers beyond the row are 0, which is finite
-    scale = tl.where(lost > 0, float("nan"), scale)
+    quotients = tl.div_rn(numbers, tl.where(scale > 0, scale, 1.0))
+    codes = tl.where(scale > 0, tl.where(finite, _round_half_even(quotients), 0.0), 0.0)
+    num_nonfinite = tl.sum(tl.where(finite, 0, 1), 0)  # numbers beyond the row are 0, which is finite
+    scale = tl.where(num_nonfinite > 0, float("nan"), scale)
     slot, bits = tl.load(slots + row), scale.to(tl.int32, bitcast=True)
-    at = (slot * heads + which) * (width + SCALE)
+    offset = (slot * heads + head_id) * (width + SCALE)
     if slot >= 0:
-        tl.store(cache + at + columns, rounded.to(tl.int8), mask=inside)
+        tl.store(cache + offset + columns, codes.to(tl.int8), mask=mask)
         for byte in tl.static_range(SCALE):
-            tl.store(cache + at + width + byte, ((bits >> (8 * byte)) & 255).to(tl.int8))
+            tl.store(cache + offset + width + byte, ((bits >> (8 * byte)) & 255).to(tl.int8))
 
 
 def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """As `reference.dense.store`."""
+    """Computes what `reference.dense.store` computes."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     count, heads, width = rows.shape
     lines = (rows.stride(0), rows.stride(1), heads, width)

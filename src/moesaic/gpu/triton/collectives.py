@@ -14,50 +14,52 @@ FLAT = 1024
 
 
 @triton.jit
-def _move(rows, order, out, width, BACK: tl.constexpr, BLOCK: tl.constexpr):
+def _move(rows, order, out, width, IS_INVERSE: tl.constexpr, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, other = columns < width, tl.load(order + row)
-    source, target = (row, other) if BACK else (other, row)
-    numbers = tl.load(rows + source * width + columns, mask=inside)
-    tl.store(out + target * width + columns, numbers, mask=inside)
+    mask, permuted_row = columns < width, tl.load(order + row)
+    source, target = (row, permuted_row) if IS_INVERSE else (permuted_row, row)
+    numbers = tl.load(rows + source * width + columns, mask=mask)
+    tl.store(out + target * width + columns, numbers, mask=mask)
 
 
 @triton.jit
 def _add(addends, out, numbers, RANKS: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
-    total = tl.load(addends + at, mask=inside)
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numbers
+    total = tl.load(addends + offsets, mask=mask)
     for rank in range(1, RANKS):
-        total += tl.load(addends + rank * numbers + at, mask=inside)
+        total += tl.load(addends + rank * numbers + offsets, mask=mask)
     for copy in range(COPIES):
-        tl.store(out + copy * numbers + at, total, mask=inside)
+        tl.store(out + copy * numbers + offsets, total, mask=mask)
 
 
 def permute_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """As `reference.collectives.permute_rows`."""
-    return _moved(rows, order, back=False)
+    """Computes what `reference.collectives.permute_rows` computes."""
+    return _move_rows(rows, order, is_inverse=False)
 
 
 def restore_rows(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """As `reference.collectives.restore_rows`."""
-    return _moved(rows, order, back=True)
+    """Computes what `reference.collectives.restore_rows` computes."""
+    return _move_rows(rows, order, is_inverse=True)
 
 
 def sum_ranks(addends: torch.Tensor, ranks: int, copies: int = 1) -> torch.Tensor:
-    """As `reference.collectives.sum_ranks`, to the last bit."""
+    """Computes what `reference.collectives.sum_ranks` computes, to the last bit."""
     if ranks == copies == 1:
         return addends
-    addends, each = addends.contiguous(), len(addends) // ranks
-    out = addends.new_empty(copies * each, *addends.shape[1:])
+    addends, rows_per_rank = addends.contiguous(), len(addends) // ranks
+    out = addends.new_empty(copies * rows_per_rank, *addends.shape[1:])
     numbers = addends.numel() // ranks
     grid = (triton.cdiv(numbers, FLAT),)
     launch(_add, grid, addends, out, numbers, RANKS=ranks, COPIES=copies, BLOCK=FLAT)
     return out
 
 
-def _moved(rows: torch.Tensor, order: torch.Tensor, back: bool) -> torch.Tensor:
+def _move_rows(rows: torch.Tensor, order: torch.Tensor, is_inverse: bool) -> torch.Tensor:
     rows = rows.contiguous()
     out, (count, width) = torch.empty_like(rows), rows.shape
     size = min(WIDE, block(width))
-    launch(_move, (count, triton.cdiv(width, size)), rows, order, out, width, BACK=back, BLOCK=size)
+    launch(
+        _move, (count, triton.cdiv(width, size)), rows, order, out, width, IS_INVERSE=is_inverse, BLOCK=size
+    )
     return out

@@ -26,25 +26,25 @@ def _inputs(
     page,
     position,
     first,
-    inside,
+    valid,
     channel,
     channels,
     ring,
     PERIOD: tl.constexpr,
-    KEPT: tl.constexpr,
+    HISTORY: tl.constexpr,
 ):
-    """[positions, channels] inputs at some positions of a sequence: from KEPT before the step's first on.
+    """[positions, channels] inputs at some positions of a sequence: from HISTORY before the step's first on.
 
     rows: where the input of position 0 would be. page: the inputs just before the step, if they are there.
     """
-    inside = inside[:, None] & (channel < channels)[None, :]
-    here, before = inside & (position >= first)[:, None], inside & (position < first)[:, None]
-    numbers = tl.load(rows + position[:, None] * channels + channel[None, :], mask=here, other=0.0)
+    valid = valid[:, None] & (channel < channels)[None, :]
+    in_step, in_history = valid & (position >= first)[:, None], valid & (position < first)[:, None]
+    numbers = tl.load(rows + position[:, None] * channels + channel[None, :], mask=in_step, other=0.0)
     if first % PERIOD == 0:
-        place = page + (position - first + KEPT)[:, None] * channels
+        place = page + (position - first + HISTORY)[:, None] * channels
     else:
         place = seats + ((position + ring) % ring)[:, None] * channels
-    return numbers + tl.load(place + channel[None, :], mask=before, other=0.0)
+    return numbers + tl.load(place + channel[None, :], mask=in_history, other=0.0)
 
 
 @triton.jit
@@ -59,23 +59,25 @@ def _keep_inputs(
     channels,
     ring,
     PERIOD: tl.constexpr,
-    KEPT: tl.constexpr,
+    HISTORY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes the last inputs of a sequence to its seat, and those before the last multiple to its page."""
     offset = tl.arange(0, BLOCK)
     position = context - ring + offset
-    known = (offset < ring) & (position >= first - KEPT)
-    numbers = _inputs(rows, seats, read, position, first, known, channel, channels, ring, PERIOD, KEPT)
+    valid = (offset < ring) & (position >= first - HISTORY)
+    numbers = _inputs(rows, seats, read, position, first, valid, channel, channels, ring, PERIOD, HISTORY)
     last = context // PERIOD * PERIOD + tl.zeros_like(offset)  # a mask is of blocks, not of numbers
-    before = last - KEPT + offset
-    of_page = (offset < KEPT) & (last > first)
-    tail = _inputs(rows, seats, read, before, first, of_page, channel, channels, ring, PERIOD, KEPT)
+    page_position = last - HISTORY + offset
+    of_page = (offset < HISTORY) & (last > first)
+    tail = _inputs(rows, seats, read, page_position, first, of_page, channel, channels, ring, PERIOD, HISTORY)
     tl.debug_barrier()  # all older inputs were read
-    inside = (channel < channels)[None, :]
+    valid_channels = (channel < channels)[None, :]
     to_seat = seats + ((position + ring) % ring)[:, None] * channels + channel[None, :]
-    tl.store(to_seat, numbers, mask=known[:, None] & inside)
-    tl.store(write + offset[:, None] * channels + channel[None, :], tail, mask=of_page[:, None] & inside)
+    tl.store(to_seat, numbers, mask=valid[:, None] & valid_channels)
+    tl.store(
+        write + offset[:, None] * channels + channel[None, :], tail, mask=of_page[:, None] & valid_channels
+    )
 
 
 @triton.jit
@@ -90,14 +92,14 @@ def _places(
     channels,
     ring,
     PERIOD: tl.constexpr,
-    KEPT: tl.constexpr,
+    HISTORY: tl.constexpr,
 ):
     """Where a sequence's inputs are (see `_keep_inputs`), its first position in the step, and its end."""
     start, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
     context = tl.load(contexts + sequence)
     first = context - (stop - start)
     page, write, seat = places(states, sequence, first, PERIOD)
-    size = KEPT * channels
+    size = HISTORY * channels
     of_rows = rows + (start - first) * channels
     return of_rows, seats + seat * ring * channels, pages + page * size, pages + write * size, first, context
 
@@ -123,7 +125,7 @@ def _mix(
     SINGLE: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
-    KEPT: tl.constexpr,
+    HISTORY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A tile of rows of one sequence. SINGLE: the sequence has no others, and its inputs are kept too."""
@@ -131,22 +133,22 @@ def _mix(
     sequence = tl.load(tile).to(tl.int64)
     if tl.load(states + 4 * sequence + 3) >= 0:
         row, stop = tl.load(tile + 1).to(tl.int64) + tl.arange(0, ROWS), tl.load(tile + 2)
-        known = rows, seats, pages, contexts, starts, states, sequence, channels, ring
-        of_rows, seat, read, write, first, context = _places(*known, PERIOD, KEPT)
-        position, inside = row - tl.load(starts + sequence) + first, row < stop
+        sequence_arguments = rows, seats, pages, contexts, starts, states, sequence, channels, ring
+        of_rows, seat, read, write, first, context = _places(*sequence_arguments, PERIOD, HISTORY)
+        position, valid_rows = row - tl.load(starts + sequence) + first, row < stop
         total = tl.zeros([ROWS, CHANNELS], tl.float32)
         for tap in tl.static_range(TAPS):
-            of = weight + channel * of_channel + tap * of_tap
-            factor = tl.load(of, mask=channel < channels, other=0.0)
-            where = of_rows, seat, read, position + (tap - KEPT), first, inside
-            total += _inputs(*where, channel, channels, ring, PERIOD, KEPT) * factor[None, :]
+            pointers = weight + channel * of_channel + tap * of_tap
+            factor = tl.load(pointers, mask=channel < channels, other=0.0)
+            input_arguments = of_rows, seat, read, position + (tap - HISTORY), first, valid_rows
+            total += _inputs(*input_arguments, channel, channels, ring, PERIOD, HISTORY) * factor[None, :]
         if ACTIVATE:
             total = total * tl.sigmoid(total)
-        mask = inside[:, None] & (channel < channels)[None, :]
+        mask = valid_rows[:, None] & (channel < channels)[None, :]
         tl.store(out + row[:, None] * channels + channel[None, :], total, mask=mask)
         if SINGLE:
-            kept = of_rows, seat, read, write, first, context, channel, channels, ring
-            _keep_inputs(*kept, PERIOD, KEPT, BLOCK)
+            keep_arguments = of_rows, seat, read, write, first, context, channel, channels, ring
+            _keep_inputs(*keep_arguments, PERIOD, HISTORY, BLOCK)
 
 
 @triton.jit
@@ -161,17 +163,17 @@ def _keep(
     ring,
     PERIOD: tl.constexpr,
     CHANNELS: tl.constexpr,
-    KEPT: tl.constexpr,
+    HISTORY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Keeps the inputs of sequences with several rows."""
     sequence = tl.program_id(0).to(tl.int64)
     if tl.load(states + 4 * sequence + 3) >= 0:
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-        known = rows, seats, pages, contexts, starts, states, sequence, channels, ring
-        of_rows, seat, read, write, first, context = _places(*known, PERIOD, KEPT)
-        kept = of_rows, seat, read, write, first, context, channel, channels, ring
-        _keep_inputs(*kept, PERIOD, KEPT, BLOCK)
+        sequence_arguments = rows, seats, pages, contexts, starts, states, sequence, channels, ring
+        of_rows, seat, read, write, first, context = _places(*sequence_arguments, PERIOD, HISTORY)
+        keep_arguments = of_rows, seat, read, write, first, context, channel, channels, ring
+        _keep_inputs(*keep_arguments, PERIOD, HISTORY, BLOCK)
 
 
 def convolve(
@@ -181,16 +183,16 @@ def convolve(
     batch: AttentionBatch,
     activate: bool = True,
 ) -> torch.Tensor:
-    """As `reference.delta.convolve`."""
+    """Computes what `reference.delta.convolve` computes."""
     rows, ring, step, tiles = rows.contiguous(), states.sizes.ring, *batch.state_sequences
     out, (channels, taps) = torch.empty_like(rows), weight.shape
     tile, blocks = 1 if step.single else STATE_TILE, triton.cdiv(channels, TILE_CHANNELS)
     sequences, shape = (step.contexts, step.starts, step.states), (channels, ring)
-    common = {"PERIOD": CHUNK, "CHANNELS": TILE_CHANNELS, "KEPT": taps - 1, "BLOCK": block(ring)}
-    kept = states.tails, states.page_tails
+    common = {"PERIOD": CHUNK, "CHANNELS": TILE_CHANNELS, "HISTORY": taps - 1, "BLOCK": block(ring)}
+    tails = states.tails, states.page_tails
     constants = {"TAPS": taps, "ACTIVATE": activate, "SINGLE": step.single, "ROWS": tile}
-    arguments = (rows, weight, *kept, tiles, *sequences, out, *shape, *weight.stride())
+    arguments = (rows, weight, *tails, tiles, *sequences, out, *shape, *weight.stride())
     launch(_mix, (len(tiles), blocks), *arguments, **constants, **common)
     if not step.single:
-        launch(_keep, (len(step.states), blocks), rows, *kept, *sequences, *shape, **common)
+        launch(_keep, (len(step.states), blocks), rows, *tails, *sequences, *shape, **common)
     return out

@@ -32,7 +32,7 @@ def _linear(
     size,
     line,
     KIND: tl.constexpr,
-    BIASED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
@@ -42,27 +42,27 @@ def _linear(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(0, size, STEP):
         inner = step + tl.arange(0, STEP)
-        inside = (lines < count)[:, None] & (inner < size)[None, :]
-        part = tl.load(rows + lines[:, None].to(tl.int64) * size + inner[None, :], mask=inside, other=0.0)
+        mask = (lines < count)[:, None] & (inner < size)[None, :]
+        part = tl.load(rows + lines[:, None].to(tl.int64) * size + inner[None, :], mask=mask, other=0.0)
         total = product(part, weight_tile(weight, column, columns, step, size, line, KIND, STEP), total)
-    if BIASED:
+    if HAS_BIAS:
         total += tl.load(bias + column, mask=column < columns, other=0.0)[None, :]
-    to = out + lines[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(to, total, mask=(lines < count)[:, None] & (column < columns)[None, :])
+    pointers = out + lines[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(pointers, total, mask=(lines < count)[:, None] & (column < columns)[None, :])
 
 
 @triton.jit
-def _numbers(weight, chosen, out, count, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
-    lines = tl.load(chosen + tl.program_id(0) + tl.arange(0, 1))
+def _numbers(weight, row_ids, out, count, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
+    lines = tl.load(row_ids + tl.program_id(0) + tl.arange(0, 1))
     step = tl.program_id(1) * STEP
     numbers = weight_tile(weight, lines, count, step, size, line, KIND, STEP)
     inner = step + tl.arange(0, STEP)
-    to = out + tl.program_id(0).to(tl.int64) * size + inner[None, :]
-    tl.store(to, numbers, mask=(inner < size)[None, :])
+    pointers = out + tl.program_id(0).to(tl.int64) * size + inner[None, :]
+    tl.store(pointers, numbers, mask=(inner < size)[None, :])
 
 
 def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `reference.dense.linear`."""
+    """Computes what `reference.dense.linear` computes."""
     if not isinstance(weight, QuantizedMatrix):
         return dense.linear(rows, weight, bias)
     rows = rows.contiguous()
@@ -81,7 +81,7 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None)
         size,
         weight.stored_rows.stride(0),
         KIND=weight.kind,
-        BIASED=bias is not None,
+        HAS_BIAS=bias is not None,
         ROWS=tile,
         COLUMNS=TILE_COLUMNS,
         STEP=step_of(weight.kind),
@@ -92,22 +92,22 @@ def linear(rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None)
 def linears(
     rows: torch.Tensor, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """As `reference.dense.linears`."""
+    """Computes what `reference.dense.linears` computes."""
     return tuple(linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def gated_mlp(rows: torch.Tensor, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> torch.Tensor:
-    """As `reference.dense.gated_mlp`."""
+    """Computes what `reference.dense.gated_mlp` computes."""
     return linear(silu_times(linear(rows, gate_proj), linear(rows, up_proj)), down_proj)
 
 
 def sigmoid_gate(rows: torch.Tensor, weight: Weight, values: torch.Tensor) -> torch.Tensor:
-    """As `reference.dense.sigmoid_gate`."""
+    """Computes what `reference.dense.sigmoid_gate` computes."""
     return values * torch.sigmoid(linear(rows, weight))
 
 
 def embed(table: Weight, token_ids: torch.Tensor) -> torch.Tensor:
-    """As `reference.dense.embed`."""
+    """Computes what `reference.dense.embed` computes."""
     if not isinstance(table, QuantizedMatrix):
         return dense.embed(table, token_ids)
     count, size = table.shape

@@ -23,7 +23,7 @@ import triton.language as tl
 from moesaic.gpu.exchange.exchange_launches import Exchange
 from moesaic.gpu.triton.launching import block, launch
 
-SUPPORTED = hasattr(tl, "atomic_load") and hasattr(tl, "atomic_store")
+IS_SUPPORTED = hasattr(tl, "atomic_load") and hasattr(tl, "atomic_store")
 """Whether this Triton has loads and stores with an order that other devices and the host see."""
 SCAN = 1024
 """Pairs that a program reads at a time."""
@@ -32,114 +32,116 @@ WIDE = 1024
 
 
 @triton.jit
-def _of_slot(ids, table, slot, at, pairs):
+def _of_slot(ids, table, slot, pair_offsets, pairs):
     """The experts of these pairs, and whether each is in this slot."""
-    expert = tl.load(ids + at, mask=at < pairs, other=0)
-    server = tl.load(table + expert, mask=at < pairs, other=-1)
+    expert = tl.load(ids + pair_offsets, mask=pair_offsets < pairs, other=0)
+    server = tl.load(table + expert, mask=pair_offsets < pairs, other=-1)
     return expert.to(tl.int32), (server == slot).to(tl.int32)
 
 
 @triton.jit
 def _write_request(
-    ids, table, header, addresses, sources, asked, live, slot, width,
+    ids, table, header, addresses, sources, pair_counts, live, slot, width,
     K: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, ROWS_AT: tl.constexpr, PAIRS_AT: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
     request = tl.load(addresses + slot)
     pairs = tl.where(request != 0, live * K, 0)
-    found = 0
+    pair_count = 0
     for begin in range(0, pairs, SCAN):
-        _, mine = _of_slot(ids, table, slot, begin + tl.arange(0, SCAN), pairs)
-        found += tl.sum(mine, 0)
-    tl.store(asked + slot, found)
-    if found > 0:
+        _, in_slot = _of_slot(ids, table, slot, begin + tl.arange(0, SCAN), pairs)
+        pair_count += tl.sum(in_slot, 0)
+    tl.store(pair_counts + slot, pair_count)
+    if pair_count > 0:
         words = request.to(tl.pointer_type(tl.int32))
-        each = tl.arange(0, 8)
-        numbers = tl.load(header + each, mask=each < WORDS, other=0)
-        numbers = tl.where(each == ROWS_AT, live, tl.where(each == PAIRS_AT, found, numbers))
-        tl.store(words + each, numbers, mask=each < WORDS)
+        word_offsets = tl.arange(0, 8)
+        numbers = tl.load(header + word_offsets, mask=word_offsets < WORDS, other=0)
+        numbers = tl.where(
+            word_offsets == ROWS_AT, live, tl.where(word_offsets == PAIRS_AT, pair_count, numbers)
+        )
+        tl.store(words + word_offsets, numbers, mask=word_offsets < WORDS)
         answers = tl.load(addresses + 3 * SLOTS + slot)
         place = 0
         for begin in range(0, pairs, SCAN):
-            at = begin + tl.arange(0, SCAN)
-            expert, mine = _of_slot(ids, table, slot, at, pairs)
-            line = place + tl.cumsum(mine, 0) - mine
-            tl.store(words + WORDS + line, expert, mask=mine > 0)
-            tl.store(words + WORDS + found + line, at // K, mask=mine > 0)
-            tl.store(sources + at, answers + line.to(tl.int64) * width * 4, mask=mine > 0)
-            place += tl.sum(mine, 0)
+            offsets = begin + tl.arange(0, SCAN)
+            expert, in_slot = _of_slot(ids, table, slot, offsets, pairs)
+            line = place + tl.cumsum(in_slot, 0) - in_slot
+            tl.store(words + WORDS + line, expert, mask=in_slot > 0)
+            tl.store(words + WORDS + pair_count + line, offsets // K, mask=in_slot > 0)
+            tl.store(sources + offsets, answers + line.to(tl.int64) * width * 4, mask=in_slot > 0)
+            place += tl.sum(in_slot, 0)
         for begin in range(0, live, SCAN):
-            at = begin + tl.arange(0, SCAN)
-            tl.store(words + WORDS + 2 * found + at, at, mask=at < live)
+            offsets = begin + tl.arange(0, SCAN)
+            tl.store(words + WORDS + 2 * pair_count + offsets, offsets, mask=offsets < live)
 
 
 @triton.jit
 def _write_row(
-    hidden, ids, table, addresses, shared, sources, live, row, width,
+    hidden, ids, table, addresses, shared_rows, sources, live, row, width,
     K: tl.constexpr, SLOTS: tl.constexpr, KS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    each = tl.arange(0, KS)
-    expert = tl.load(ids + row * K + each, mask=each < K, other=0)
-    slot = tl.load(table + expert, mask=each < K, other=-1)
+    k_offsets = tl.arange(0, KS)
+    expert = tl.load(ids + row * K + k_offsets, mask=k_offsets < K, other=0)
+    slot = tl.load(table + expert, mask=k_offsets < K, other=-1)
     request = tl.load(addresses + slot, mask=slot >= 0, other=0)
-    nobody = request * (row < live).to(tl.int64) == 0
-    tl.store(sources + row * K + each, tl.zeros([KS], tl.int64), mask=(each < K) & nobody)
+    has_no_server = request * (row < live).to(tl.int64) == 0
+    tl.store(sources + row * K + k_offsets, tl.zeros([KS], tl.int64), mask=(k_offsets < K) & has_no_server)
     if row < live:
         for begin in range(0, width, BLOCK):
-            at = begin + tl.arange(0, BLOCK)
-            numbers = tl.load(hidden + row * width + at, mask=at < width, other=0.0)
-            tl.store(shared + row * width + at, numbers, mask=at < width)
+            columns = begin + tl.arange(0, BLOCK)
+            numbers = tl.load(hidden + row * width + columns, mask=columns < width, other=0.0)
+            tl.store(shared_rows + row * width + columns, numbers, mask=columns < width)
 
 
 @triton.jit
 def _dispatch(
-    hidden, ids, table, header, addresses, shared, sources, asked, step, width,
+    hidden, ids, table, header, addresses, shared_rows, sources, pair_counts, step, width,
     K: tl.constexpr, SLOTS: tl.constexpr, WORDS: tl.constexpr, ROWS_AT: tl.constexpr, PAIRS_AT: tl.constexpr,
     SCAN: tl.constexpr, KS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a slot, then one a row."""
+    """The first programs serve one slot each, and each of the others copies one row."""
     program = tl.program_id(0)
     live = tl.where(tl.load(step + 1) == 0, tl.load(step), 0)
     if program < SLOTS:
         _write_request(
-            ids, table, header, addresses, sources, asked, live, program, width,
+            ids, table, header, addresses, sources, pair_counts, live, program, width,
             K, SLOTS, WORDS, ROWS_AT, PAIRS_AT, SCAN,
         )  # fmt: skip
     else:
         row = (program - SLOTS).to(tl.int64)
-        _write_row(hidden, ids, table, addresses, shared, sources, live, row, width, K, SLOTS, KS, BLOCK)
+        _write_row(hidden, ids, table, addresses, shared_rows, sources, live, row, width, K, SLOTS, KS, BLOCK)
 
 
 @triton.jit
-def _post(addresses, asked, step, sequence, SLOTS: tl.constexpr):
-    """One program: the next number into the request words of the slots that have pairs."""
-    each = tl.arange(0, SLOTS)
-    number, failed = tl.load(sequence) + 1, tl.load(step + 1)
-    posted = tl.load(asked + each) * (1 - failed) > 0
-    words = tl.load(addresses + SLOTS + each).to(tl.pointer_type(tl.int64))
+def _post(addresses, pair_counts, step, sequence, SLOTS: tl.constexpr):
+    """A single program writes the next number into the request words of the slots that have pairs."""
+    slot_offsets = tl.arange(0, SLOTS)
+    number, has_failed = tl.load(sequence) + 1, tl.load(step + 1)
+    is_posted = tl.load(pair_counts + slot_offsets) * (1 - has_failed) > 0
+    words = tl.load(addresses + SLOTS + slot_offsets).to(tl.pointer_type(tl.int64))
     numbers = number + tl.zeros([SLOTS], tl.int64)
     tl.debug_barrier()  # every thread has read the number
     tl.store(sequence, number)
-    tl.atomic_store(words, numbers, mask=posted, sem="release", scope="sys")
+    tl.atomic_store(words, numbers, mask=is_posted, sem="release", scope="sys")
 
 
 @triton.jit
-def _wait(addresses, asked, step, sequence, abort, polls, SLOTS: tl.constexpr):
-    """One program: until the answer words of all slots that have pairs are the number.
+def _wait(addresses, pair_counts, step, sequence, abort, polls, SLOTS: tl.constexpr):
+    """A single program waits until the answer words of all slots that have pairs are the number.
 
     The step has failed if it was told to stop before, or has looked `polls` times.
     """
-    each = tl.arange(0, SLOTS)
-    number, failed = tl.load(sequence), tl.load(step + 1)
-    posted = tl.load(asked + each) * (1 - failed) > 0
-    words = tl.load(addresses + 2 * SLOTS + each).to(tl.pointer_type(tl.int64))
-    told = tl.load(abort).to(tl.pointer_type(tl.int64))
-    missing, left = tl.sum(posted.to(tl.int32), 0), polls + 0
+    slot_offsets = tl.arange(0, SLOTS)
+    number, has_failed = tl.load(sequence), tl.load(step + 1)
+    is_posted = tl.load(pair_counts + slot_offsets) * (1 - has_failed) > 0
+    words = tl.load(addresses + 2 * SLOTS + slot_offsets).to(tl.pointer_type(tl.int64))
+    abort_word = tl.load(abort).to(tl.pointer_type(tl.int64))
+    missing, left = tl.sum(is_posted.to(tl.int32), 0), polls + 0
     tl.debug_barrier()  # every thread has read whether the step has failed
     while (missing > 0) & (left > 0):
-        answered = tl.atomic_load(words, mask=posted, sem="acquire", scope="sys") == number
-        missing = tl.sum((posted & (answered == 0)).to(tl.int32), 0)
-        left = tl.where(tl.load(told, volatile=True) == 0, left - 1, 0)
+        has_answered = tl.atomic_load(words, mask=is_posted, sem="acquire", scope="sys") == number
+        missing = tl.sum((is_posted & (has_answered == 0)).to(tl.int32), 0)
+        left = tl.where(tl.load(abort_word, volatile=True) == 0, left - 1, 0)
     if missing > 0:
         tl.store(step + 1, 1)
 
@@ -172,7 +174,7 @@ def dispatch(exchange: Exchange, index: int, hidden: torch.Tensor, ids: torch.Te
         exchange.addresses,
         exchange.rows,
         sources,
-        exchange.asked[index],
+        exchange.pair_counts[index],
         exchange.step,
         width,
         K=top_k,
@@ -189,14 +191,20 @@ def dispatch(exchange: Exchange, index: int, hidden: torch.Tensor, ids: torch.Te
 
 def post(exchange: Exchange, index: int) -> None:
     """Tell the servers that have pairs of this layer."""
-    given = exchange.addresses, exchange.asked[index], exchange.step, exchange.sequence
-    launch(_post, (1,), *given, SLOTS=exchange.slots, num_warps=1)
+    arguments = exchange.addresses, exchange.pair_counts[index], exchange.step, exchange.sequence
+    launch(_post, (1,), *arguments, SLOTS=exchange.slots, num_warps=1)
 
 
 def wait(exchange: Exchange, index: int, polls: int) -> None:
     """Wait for the answers to this layer's requests. polls: how often it looks before the step has failed."""
-    given = exchange.addresses, exchange.asked[index], exchange.step, exchange.sequence, exchange.abort
-    launch(_wait, (1,), *given, polls, SLOTS=exchange.slots, num_warps=1)
+    arguments = (
+        exchange.addresses,
+        exchange.pair_counts[index],
+        exchange.step,
+        exchange.sequence,
+        exchange.abort,
+    )
+    launch(_wait, (1,), *arguments, polls, SLOTS=exchange.slots, num_warps=1)
 
 
 def collect(sources: torch.Tensor, top_k: int, width: int) -> torch.Tensor:

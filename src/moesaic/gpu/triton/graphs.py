@@ -16,16 +16,18 @@ Result = TypeVar("Result")
 
 
 class GraphRecording(Generic[Result]):
-    """One recorded step, or a part of one."""
+    """Holds one recorded step, or a part of one."""
 
-    def __init__(self, step: Callable[[], Result], pool: Any, given: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, step: Callable[[], Result], pool: Any, expert_rows: torch.Tensor | None = None
+    ) -> None:
         """Record `step` and run it; its result is then in `result`.
 
-        pool: memory of graphs of which one runs at a time. given: rows of experts on the device that `step`
-        reads.
+        pool: memory of graphs of which one runs at a time. expert_rows: rows of experts on the device that
+        `step` reads.
         """
         self._graph = torch.cuda.CUDAGraph()
-        self._given = given
+        self._expert_rows = expert_rows
         try:
             with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 self.result = step()
@@ -40,8 +42,8 @@ class GraphRecording(Generic[Result]):
         expert_rows: rows of experts for the first rows of the step; they may be in pinned memory.
         """
         if expert_rows is not None:
-            assert self._given is not None
-            self._given[: len(expert_rows)].copy_(expert_rows, non_blocking=True)
+            assert self._expert_rows is not None
+            self._expert_rows[: len(expert_rows)].copy_(expert_rows, non_blocking=True)
         self._graph.replay()
         return self.result
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-INTERPRETED = bool(knobs.runtime.interpret)
+IS_INTERPRETED = bool(knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on the CPU: if TRITON_INTERPRET was 1 at the import."""
 
 
@@ -22,7 +22,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if 0 in grid:
         return
     Launches.count += 1
-    device = next(one.device for one in arguments if isinstance(one, torch.Tensor))
+    device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
     if device.type != "cuda":
         run(kernel, grid, arguments, constants)
         return

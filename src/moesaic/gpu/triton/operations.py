@@ -31,4 +31,4 @@ OPERATIONS: dict[str, Any] = {
     "restore_rows": collectives.restore_rows,
     "sum_ranks": collectives.sum_ranks,
 }
-"""By their names in `kernels.table.Kernels`."""
+"""Maps names of fields of `kernels.table.Kernels` to operations."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.gpu.triton.launching import INTERPRETED
+from moesaic.gpu.triton.launching import IS_INTERPRETED
 
-_WIDENED = tl.constexpr(INTERPRETED)
+_USES_FLOAT32 = tl.constexpr(IS_INTERPRETED)
 """Triton's interpreter multiplies the bits of bf16 numbers as integers. So it gets them in float32."""
 
 
@@ -18,6 +18,6 @@ def product(rows, weights, total):
     Rows take the type of the weights. Float32 is multiplied without TensorFloat-32.
     """
     rows = rows.to(weights.dtype)
-    if _WIDENED:
+    if _USES_FLOAT32:
         rows, weights = rows.to(tl.float32), weights.to(tl.float32)
     return tl.dot(rows, weights.trans(), total, input_precision="ieee")

@@ -13,21 +13,21 @@ WIDE = 4096
 
 
 @triton.jit
-def _norm(rows, added, weight, total, out, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * width
+def _norm(rows, addend, weight, total, out, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    row_offset = tl.program_id(0).to(tl.int64) * width
     columns = tl.arange(0, BLOCK)
-    inside = columns < width
-    numbers = tl.load(rows + at + columns, mask=inside, other=0.0)
+    mask = columns < width
+    numbers = tl.load(rows + row_offset + columns, mask=mask, other=0.0)
     if ADDS:
-        numbers += tl.load(added + at + columns, mask=inside, other=0.0)
-        tl.store(total + at + columns, numbers, mask=inside)
+        numbers += tl.load(addend + row_offset + columns, mask=mask, other=0.0)
+        tl.store(total + row_offset + columns, numbers, mask=mask)
     scale = tl.rsqrt(tl.sum(numbers * numbers, 0) / width + epsilon)
-    scaled = numbers * scale * tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(out + at + columns, scaled, mask=inside)
+    normalized_numbers = numbers * scale * tl.load(weight + columns, mask=mask, other=0.0)
+    tl.store(out + row_offset + columns, normalized_numbers, mask=mask)
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As `reference.dense.rms_norm`."""
+    """Computes what `reference.dense.rms_norm` computes."""
     rows = rows.contiguous()
     out, width = torch.empty_like(rows), rows.shape[-1]
     grid = (rows.numel() // max(1, width),)
@@ -38,7 +38,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def add_norm(
     rows: torch.Tensor, addend: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.dense.add_norm`, in one pass."""
+    """Computes what `reference.dense.add_norm` computes, in one pass."""
     rows, addend = rows.contiguous(), addend.contiguous()
     total, out = torch.empty_like(rows), torch.empty_like(rows)
     count, width = rows.shape
@@ -59,42 +59,42 @@ def _rope(
     head,
     heads,
     width,
-    turned,
+    rotary_dim,
     epsilon,
-    INTERLEAVED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    read, write = rows + row * line + which * head, out + (row * heads + which) * width
+    row, head_id = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    read, write = rows + row * line + head_id * head, out + (row * heads + head_id) * width
     columns = tl.arange(0, BLOCK)
     scale = 1.0
     if NORM:
-        whole = tl.load(read + columns, mask=columns < width, other=0.0)
-        scale = tl.rsqrt(tl.sum(whole * whole, 0) / width + epsilon)
-    rest = (columns >= turned) & (columns < width)
-    numbers = tl.load(read + columns, mask=rest, other=0.0)
+        head_numbers = tl.load(read + columns, mask=columns < width, other=0.0)
+        scale = tl.rsqrt(tl.sum(head_numbers * head_numbers, 0) / width + epsilon)
+    pass_through = (columns >= rotary_dim) & (columns < width)
+    numbers = tl.load(read + columns, mask=pass_through, other=0.0)
     if NORM:
-        numbers = numbers * scale * tl.load(weight + columns, mask=rest, other=0.0)
-    tl.store(write + columns, numbers, mask=rest)
+        numbers = numbers * scale * tl.load(weight + columns, mask=pass_through, other=0.0)
+    tl.store(write + columns, numbers, mask=pass_through)
 
     pair = tl.arange(0, HALF)
-    half = turned // 2
-    inside = pair < half
-    one, other = pair, pair + half
-    if INTERLEAVED:
-        one, other = 2 * pair, 2 * pair + 1
-    first = tl.load(read + one, mask=inside, other=0.0)
-    second = tl.load(read + other, mask=inside, other=0.0)
+    half = rotary_dim // 2
+    mask = pair < half
+    first_columns, second_columns = pair, pair + half
+    if IS_INTERLEAVED:
+        first_columns, second_columns = 2 * pair, 2 * pair + 1
+    first = tl.load(read + first_columns, mask=mask, other=0.0)
+    second = tl.load(read + second_columns, mask=mask, other=0.0)
     if NORM:
-        first = first * scale * tl.load(weight + one, mask=inside, other=0.0)
-        second = second * scale * tl.load(weight + other, mask=inside, other=0.0)
+        first = first * scale * tl.load(weight + first_columns, mask=mask, other=0.0)
+        second = second * scale * tl.load(weight + second_columns, mask=mask, other=0.0)
     angle = tl.load(positions + row) * half + pair
-    cos = tl.load(cosine + angle, mask=inside, other=0.0)
-    sin = tl.load(sine + angle, mask=inside, other=0.0)
-    tl.store(write + one, first * cos - second * sin, mask=inside)
-    tl.store(write + other, second * cos + first * sin, mask=inside)
+    cos = tl.load(cosine + angle, mask=mask, other=0.0)
+    sin = tl.load(sine + angle, mask=mask, other=0.0)
+    tl.store(write + first_columns, first * cos - second * sin, mask=mask)
+    tl.store(write + second_columns, second * cos + first * sin, mask=mask)
 
 
 def rope(
@@ -106,11 +106,11 @@ def rope(
     norm: torch.Tensor | None = None,
     epsilon: float = 0.0,
 ) -> torch.Tensor:
-    """As `reference.dense.rope`, with the norm of heads in the same launch."""
+    """Computes what `reference.dense.rope` computes, with the norm of heads in the same launch."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     count, heads, width = rows.shape
     out = rows.new_empty(count, heads, width)
-    turned = 2 * cosine.shape[1]
+    rotary_dim = 2 * cosine.shape[1]
     launch(
         _rope,
         (count, heads),
@@ -124,11 +124,11 @@ def rope(
         rows.stride(1),
         heads,
         width,
-        turned,
+        rotary_dim,
         epsilon,
-        INTERLEAVED=is_interleaved,
+        IS_INTERLEAVED=is_interleaved,
         NORM=norm is not None,
-        HALF=block(turned // 2),
+        HALF=block(rotary_dim // 2),
         BLOCK=block(width),
     )
     return out
@@ -139,14 +139,14 @@ def _merge(
     residual, dense, rows, weights, out, width, K: tl.constexpr, DENSE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < width
-    total = tl.load(residual + row * width + columns, mask=inside, other=0.0)
+    mask = columns < width
+    total = tl.load(residual + row * width + columns, mask=mask, other=0.0)
     if DENSE:
-        total += tl.load(dense + row * width + columns, mask=inside, other=0.0)
+        total += tl.load(dense + row * width + columns, mask=mask, other=0.0)
     for slot in range(K):
-        numbers = tl.load(rows + (row * K + slot) * width + columns, mask=inside, other=0.0)
+        numbers = tl.load(rows + (row * K + slot) * width + columns, mask=mask, other=0.0)
         total += tl.load(weights + row * K + slot) * numbers
-    tl.store(out + row * width + columns, total, mask=inside)
+    tl.store(out + row * width + columns, total, mask=mask)
 
 
 def merge(
@@ -155,7 +155,7 @@ def merge(
     rows: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `reference.gate.merge`: the weighted combine in top-k order, in one launch."""
+    """Computes what `reference.gate.merge` computes: the weighted combine in top-k order, in one launch."""
     if rows is None or weights is None:
         return residual if dense is None else residual + dense
     residual, rows = residual.contiguous(), rows.contiguous()
@@ -169,37 +169,49 @@ def merge(
 
 
 @triton.jit
-def _silu_times(gate, up, out, numbers, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
-    one = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
-    product = one * tl.sigmoid(one) * tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, product, mask=inside)
+def _silu_times(gate_rows, up_rows, out, numbers, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numbers
+    gate_numbers = tl.load(gate_rows + offsets, mask=mask, other=0.0).to(tl.float32)
+    product = (
+        gate_numbers
+        * tl.sigmoid(gate_numbers)
+        * tl.load(up_rows + offsets, mask=mask, other=0.0).to(tl.float32)
+    )
+    tl.store(out + offsets, product, mask=mask)
 
 
-def silu_times(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_times(gate_rows: torch.Tensor, up_rows: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, both [n, w] of one type. Returns float32 [n, w]."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
-    size = min(1024, block(max(1, gate.numel())))
-    launch(_silu_times, (triton.cdiv(gate.numel(), size),), gate, up, out, gate.numel(), BLOCK=size)
+    gate_rows, up_rows = gate_rows.contiguous(), up_rows.contiguous()
+    out = torch.empty(gate_rows.shape, dtype=torch.float32, device=gate_rows.device)
+    size = min(1024, block(max(1, gate_rows.numel())))
+    launch(
+        _silu_times,
+        (triton.cdiv(gate_rows.numel(), size),),
+        gate_rows,
+        up_rows,
+        out,
+        gate_rows.numel(),
+        BLOCK=size,
+    )
     return out
 
 
 @triton.jit
 def _gated_norm(rows, weight, gate, out, line, heads, width, epsilon, BLOCK: tl.constexpr):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at, columns = (row * heads + head) * width, tl.arange(0, BLOCK)
-    inside = columns < width
-    numbers = tl.load(rows + at + columns, mask=inside, other=0.0)
+    row_offset, columns = (row * heads + head) * width, tl.arange(0, BLOCK)
+    mask = columns < width
+    numbers = tl.load(rows + row_offset + columns, mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(numbers * numbers, 0) / width + epsilon)
-    factor = tl.load(gate + row * line + head * width + columns, mask=inside, other=0.0)
-    scaled = numbers * scale * tl.load(weight + columns, mask=inside, other=0.0)
-    tl.store(out + at + columns, scaled * (factor * tl.sigmoid(factor)), mask=inside)
+    factor = tl.load(gate + row * line + head * width + columns, mask=mask, other=0.0)
+    normalized_numbers = numbers * scale * tl.load(weight + columns, mask=mask, other=0.0)
+    tl.store(out + row_offset + columns, normalized_numbers * (factor * tl.sigmoid(factor)), mask=mask)
 
 
 def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As `reference.delta.gated_norm`, in one launch."""
+    """Computes what `reference.delta.gated_norm` computes, in one launch."""
     rows, gate = rows.contiguous(), gate if gate.stride(-1) == 1 else gate.contiguous()
     count, heads, width = rows.shape
     out = rows.new_empty(count, heads * width)
@@ -210,15 +222,19 @@ def gated_norm(rows: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps
 
 @triton.jit
 def _sigmoid_times(rows, gate, out, line, head, heads, width, BLOCK: tl.constexpr):
-    row, which = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    at, columns = (row * heads + which) * width, tl.arange(0, BLOCK)
-    inside = columns < width
-    factor = tl.load(gate + row * line + which * head + columns, mask=inside, other=0.0)
-    tl.store(out + at + columns, tl.load(rows + at + columns, mask=inside) * tl.sigmoid(factor), mask=inside)
+    row, head_id = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    row_offset, columns = (row * heads + head_id) * width, tl.arange(0, BLOCK)
+    mask = columns < width
+    factor = tl.load(gate + row * line + head_id * head + columns, mask=mask, other=0.0)
+    tl.store(
+        out + row_offset + columns,
+        tl.load(rows + row_offset + columns, mask=mask) * tl.sigmoid(factor),
+        mask=mask,
+    )
 
 
 def sigmoid_times(rows: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """As `reference.delta.sigmoid_times`, in one launch."""
+    """Computes what `reference.delta.sigmoid_times` computes, in one launch."""
     rows, gate = rows.contiguous(), gate if gate.stride(-1) == 1 else gate.contiguous()
     count, heads, width = rows.shape
     out = rows.new_empty(count, heads * width)

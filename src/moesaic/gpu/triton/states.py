@@ -12,6 +12,6 @@ def places(states, sequence, first, PERIOD: tl.constexpr):
 
     The seat of a padded row is negative: it has no states.
     """
-    read, at = tl.load(states + 4 * sequence), tl.load(states + 4 * sequence + 1)
+    read, read_position = tl.load(states + 4 * sequence), tl.load(states + 4 * sequence + 1)
     write, seat = tl.load(states + 4 * sequence + 2), tl.load(states + 4 * sequence + 3)
-    return tl.where(first // PERIOD * PERIOD == at, read, write), write, seat
+    return tl.where(first // PERIOD * PERIOD == read_position, read, write), write, seat

@@ -21,7 +21,7 @@ def step_of(kind: str) -> int:
 
 
 @triton.jit
-def _signed(bits, sign):
+def _apply_sign(bits, sign):
     """float32 of the bits of its magnitude and its sign, 0 or 1."""
     return (bits | (sign << 31)).to(tl.float32, bitcast=True)
 
@@ -34,7 +34,7 @@ def _e4m3(code):
     small = (mantissa.to(tl.float32) * 0.001953125).to(tl.int32, bitcast=True)
     bits = tl.where(exponent > 0, normal, small)
     bits = tl.where((code & 127) == 127, 0x7FC00000, bits)
-    return _signed(bits, code >> 7)
+    return _apply_sign(bits, code >> 7)
 
 
 @triton.jit
@@ -43,38 +43,38 @@ def _e2m1(code):
     exponent, mantissa = (code >> 1) & 3, code & 1
     normal = ((exponent + 126) << 23) | (mantissa << 22)
     bits = tl.where(exponent > 0, normal, mantissa * 0x3F000000)
-    return _signed(bits, code >> 3)
+    return _apply_sign(bits, code >> 3)
 
 
 @triton.jit
-def address(number, ALIGNED: tl.constexpr):
-    """The address of bytes from its number. ALIGNED: it is a multiple of 16, as wide loads need it."""
+def address(number, IS_ALIGNED: tl.constexpr):
+    """The address of bytes from its number. IS_ALIGNED: it is a multiple of 16, as wide loads need it."""
     first = number.to(tl.pointer_type(tl.uint8))
-    return tl.multiple_of(first, 16) if ALIGNED else first
+    return tl.multiple_of(first, 16) if IS_ALIGNED else first
 
 
 @triton.jit
-def _factors(at, number, count, along, here, GROUP: tl.constexpr, STEP: tl.constexpr):
+def _factors(pointers, number, count, columns, valid_lines, GROUP: tl.constexpr, STEP: tl.constexpr):
     """What the groups of a tile have beside their codes: [lines, 1] of one group, [lines, STEP] of more.
 
-    at: [lines, 1] of the float32 numbers of a block. number: the tile's first number in the block, which has
-    `count` of them. here: [lines, 1] whether a line is one.
+    pointers: [lines, 1] of the float32 numbers of a block. number: the tile's first number in the block,
+    which has `count` of them. valid_lines: [lines, 1] whether a line is one.
     """
     group, begin = number // GROUP, (number + tl.arange(0, 1))[None, :]
     if STEP <= GROUP:
-        return tl.load(at + group, mask=here & (begin < count), other=0.0)
+        return tl.load(pointers + group, mask=valid_lines & (begin < count), other=0.0)
     elif STEP == 2 * GROUP:
-        first = tl.load(at + group, mask=here & (begin < count), other=0.0)
-        second = tl.load(at + group + 1, mask=here & (begin + GROUP < count), other=0.0)
-        return tl.where((along < GROUP)[None, :], first, second)
+        first = tl.load(pointers + group, mask=valid_lines & (begin < count), other=0.0)
+        second = tl.load(pointers + group + 1, mask=valid_lines & (begin + GROUP < count), other=0.0)
+        return tl.where((columns < GROUP)[None, :], first, second)
     else:
-        inside = here & (number + along < count)[None, :]
-        return tl.load(at + (group + along // GROUP)[None, :], mask=inside, other=0.0)
+        mask = valid_lines & (number + columns < count)[None, :]
+        return tl.load(pointers + (group + columns // GROUP)[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _quantized_tile(
-    at,
+    base,
     lines,
     count,
     step,
@@ -86,25 +86,25 @@ def _quantized_tile(
     BLOCK_BYTES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    along, here = tl.arange(0, STEP), (lines < count)[:, None]
-    inside = here & (step + along < size)[None, :]
+    columns, valid_lines = tl.arange(0, STEP), (lines < count)[:, None]
+    mask = valid_lines & (step + columns < size)[None, :]
     # Numbers come in blocks of 1024: float32 scales, float32 offsets if there are any, then codes. A tile has
     # numbers of one block, so what follows says nothing of single numbers, and loads can be wide.
     number = step % 1024
     in_block = tl.minimum(size - (step - number), 1024)
     groups = (in_block + GROUP - 1) // GROUP
     of_lines = lines[:, None].to(tl.int64) * (line // 4 * 4)  # every row has a multiple of 4 bytes
-    first = at + (of_lines + step // 1024 * BLOCK_BYTES)
+    first = base + (of_lines + step // 1024 * BLOCK_BYTES)
     scales = first.to(tl.pointer_type(tl.float32))
-    scale = _factors(scales, number, in_block, along, here, GROUP, STEP)
+    scale = _factors(scales, number, in_block, columns, valid_lines, GROUP, STEP)
     codes = first + 4 * groups * (1 + OFFSET)
     EIGHT: tl.constexpr = (VALUES == "e4m3") or (VALUES == "int8") or (VALUES == "uint8")
     if EIGHT:
-        code = tl.load(codes + (number + along)[None, :], mask=inside, other=0).to(tl.int32)
+        code = tl.load(codes + (number + columns)[None, :], mask=mask, other=0).to(tl.int32)
     else:  # 32 codes lie in 16 bytes, the second half of them in the upper bits
-        byte = number // 32 * 16 + (along // 32 * 16 + along % 16)
-        both = tl.load(codes + byte[None, :], mask=inside, other=0).to(tl.int32)
-        code = (both >> (along % 32 // 16 * 4)[None, :]) & 15
+        byte = number // 32 * 16 + (columns // 32 * 16 + columns % 16)
+        packed_codes = tl.load(codes + byte[None, :], mask=mask, other=0).to(tl.int32)
+        code = (packed_codes >> (columns % 32 // 16 * 4)[None, :]) & 15
     if VALUES == "e4m3":
         value = _e4m3(code)
     elif VALUES == "e2m1":
@@ -117,37 +117,37 @@ def _quantized_tile(
         value = code.to(tl.float32)
     number_of = value * scale
     if OFFSET:
-        number_of += _factors(scales + groups, number, in_block, along, here, GROUP, STEP)
-    return tl.where(inside, number_of, 0.0)
+        number_of += _factors(scales + groups, number, in_block, columns, valid_lines, GROUP, STEP)
+    return tl.where(mask, number_of, 0.0)
 
 
 @triton.jit
-def weight_tile(at, lines, count, step, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
+def weight_tile(base, lines, count, step, size, line, KIND: tl.constexpr, STEP: tl.constexpr):
     """[lines, STEP] numbers `step` and on of some rows of a matrix [count, size], 0 beyond its end.
 
-    at: address of the matrix, of bytes. line: bytes of a row. step: a multiple of STEP.
+    base: address of the matrix, of bytes. line: bytes of a row. step: a multiple of STEP.
     """
     if KIND == "fp8":
-        return _quantized_tile(at, lines, count, step, size, line, "e4m3", 128, 0, 1056, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "e4m3", 128, 0, 1056, STEP)
     elif KIND == "int8":
-        return _quantized_tile(at, lines, count, step, size, line, "int8", 32, 0, 1152, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "int8", 32, 0, 1152, STEP)
     elif KIND == "int8_offset":
-        return _quantized_tile(at, lines, count, step, size, line, "uint8", 32, 1, 1280, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "uint8", 32, 1, 1280, STEP)
     elif KIND == "int4":
-        return _quantized_tile(at, lines, count, step, size, line, "int4", 32, 0, 640, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "int4", 32, 0, 640, STEP)
     elif KIND == "int4_offset":
-        return _quantized_tile(at, lines, count, step, size, line, "uint4", 32, 1, 768, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "uint4", 32, 1, 768, STEP)
     elif KIND == "mxfp4":
-        return _quantized_tile(at, lines, count, step, size, line, "e2m1", 32, 0, 640, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "e2m1", 32, 0, 640, STEP)
     elif KIND == "int8_16":
-        return _quantized_tile(at, lines, count, step, size, line, "int8", 16, 0, 1280, STEP)
+        return _quantized_tile(base, lines, count, step, size, line, "int8", 16, 0, 1280, STEP)
     else:
         inner = step + tl.arange(0, STEP)
-        inside = (lines < count)[:, None] & (inner < size)[None, :]
+        mask = (lines < count)[:, None] & (inner < size)[None, :]
         if KIND == "bfloat16":
-            first = at.to(tl.pointer_type(tl.bfloat16)) + lines[:, None].to(tl.int64) * (line // 2)
+            first = base.to(tl.pointer_type(tl.bfloat16)) + lines[:, None].to(tl.int64) * (line // 2)
         elif KIND == "float16":
-            first = at.to(tl.pointer_type(tl.float16)) + lines[:, None].to(tl.int64) * (line // 2)
+            first = base.to(tl.pointer_type(tl.float16)) + lines[:, None].to(tl.int64) * (line // 2)
         else:
-            first = at.to(tl.pointer_type(tl.float32)) + lines[:, None].to(tl.int64) * (line // 4)
-        return tl.load(first + inner[None, :], mask=inside, other=0.0)
+            first = base.to(tl.pointer_type(tl.float32)) + lines[:, None].to(tl.int64) * (line // 4)
+        return tl.load(first + inner[None, :], mask=mask, other=0.0)

@@ -30,5 +30,6 @@ def choose(names: Sequence[str], devices_in_use: Iterable[Devices], count: int =
 
 
 def count_sharing(own_devices: Devices, other_devices: Iterable[Devices]) -> int:
-    """How many of the `other_devices` use one of the devices `own_devices`. Example: 0, 1 beside 1, 2 and 3 -> 1."""
+    """How many of the `other_devices` use one of the devices `own_devices`. Example: 0, 1 beside 1, 2 and
+    3 -> 1."""
     return sum(bool(set(own_devices) & set(devices)) for devices in other_devices)

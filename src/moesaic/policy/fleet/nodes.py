@@ -17,9 +17,10 @@ def choose_nodes(
 ) -> frozenset[str]:
     """The nodes on which a process should start, if they have room.
 
-    nodes: those that exist. similar_nodes: the node of each process that may hold the same experts, or serves the
-    same requests: a node that ends should end few of them. partner_node: the node of the process that should share
-    memory with this one. lost_nodes: nodes that seem to have ended.
+    nodes: those that exist. similar_nodes: the node of each process that may hold the same experts, or
+    serves the
+    same requests: a node that ends should end few of them. partner_node: the node of the process that
+    should share memory with this one. lost_nodes: nodes that seem to have ended.
 
     >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b"]))
     ['c']

@@ -133,8 +133,8 @@ class Replicas:
     ) -> None:
         """Set a new placement. experts: server -> layer -> experts.
 
-        suspected_servers: the servers of it that the supervisor suspects. `late` names each of them once. A suspected
-        server that the next placement leaves out was given up.
+        suspected_servers: the servers of it that the supervisor suspects. `late` names each of them once.
+        A suspected server that the next placement leaves out was given up.
         ways: server -> the link from this client to it. Servers that it does not have count as near.
         """
         new = set(suspected_servers) - self._suspected_servers
@@ -371,7 +371,8 @@ class Replicas:
         return self._spare[server]
 
     def _is_replaceable(self, server: int, excluded_servers: Collection[int] = ()) -> bool:
-        """Whether every expert of `server` is on another connected server that is not in `excluded_servers`."""
+        """Whether every expert of `server` is on another connected server that is not in
+        `excluded_servers`."""
         other_servers = [
             other for other in self._servers if other != server and other not in excluded_servers
         ]

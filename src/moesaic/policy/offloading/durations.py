@@ -118,7 +118,8 @@ class Durations:
         """Seconds that the slow level's memory is busy in a layer: with its processor's reads and all
         copies.
 
-        lane_seconds: busy seconds of each lane in that layer. A copy into pinned memory both reads and writes.
+        lane_seconds: busy seconds of each lane in that layer. A copy into pinned memory both reads and
+        writes.
         """
         link, level = self._hardware.link, self._hardware.slow
         copied_bytes = (

@@ -50,8 +50,8 @@ class HotExperts:
     ) -> list[Key]:
         """Pairs (expert that leaves, expert that stays in its place) of one layer.
 
-        stays: the experts that stay now. coming: those that are about to be loaded. chosen_experts: those that are
-        computed now, which may not leave. The hottest that comes takes the place of the coldest.
+        stays: the experts that stay now. coming: those that are about to be loaded. chosen_experts: those
+        that are computed now, which may not leave. The hottest that comes takes the place of the coldest.
         """
         counts = self._counts.choice_counts(layer)
         coldest = sorted(set(stays) - set(chosen_experts), key=lambda expert: (counts[expert], expert))

@@ -17,8 +17,8 @@ def experts_to_load(
 ) -> list[int]:
     """The experts that the fast processor computes after they have been loaded.
 
-    missing: rows of each chosen expert that is not on the fast level. resident_rows: rows of those that are. heat: how
-    often each expert was chosen lately, which decides among those with equally many rows.
+    missing: rows of each chosen expert that is not on the fast level. resident_rows: rows of those that
+    are. heat: how often each expert was chosen lately, which decides among those with equally many rows.
 
     >>> prices = SplitPrices(3.0, Curve(((1, 1.0),)), Curve(((1, 2.0), (9, 10.0))))
     >>> experts_to_load(prices, {4: 1, 5: 9, 6: 1}, held=[2])

@@ -71,7 +71,8 @@ def measure_placement(
 ) -> PlacementMeasures:
     """Measure a placement on the held-out requests.
 
-    train_profile: the profile that `clusters` were made from. placement: that of the clusters, possibly with more
+    train_profile: the profile that `clusters` were made from. placement: that of the clusters, possibly
+    with more
     copies. prices: [R, R] of the links, by which replicas are chosen and requests are dispatched. None: all
     links are alike.
     """
@@ -88,8 +89,8 @@ def measure_links(
 ) -> LinkLoads:
     """What a token of the held-out requests sends from host to host, with attention-DP.
 
-    aware: replicas are chosen and requests are dispatched by the links of `host_map`. Otherwise all links count
-    alike. Workers without a server of their own then take requests in turn.
+    aware: replicas are chosen and requests are dispatched by the links of `host_map`. Otherwise all links
+    count alike. Workers without a server of their own then take requests in turn.
     """
     homes, ranks, workers = (
         homes_in(placement, train_profile.layers),

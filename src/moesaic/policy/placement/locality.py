@@ -52,10 +52,11 @@ def hosts(
     """[t, layers, k] the rank that computes each pair: the token's own rank if it has a copy of the expert.
 
     Otherwise token i uses copy i modulo the number of copies, which divides tokens evenly. experts:
-    [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own_ranks: [t, layers] the rank
+    [t, layers, k]. homes: [layers, E, copies], at least one copy of each expert. own_ranks: [t, layers]
+    the rank
     of each token. prices: [R, R] of the link from each rank to each rank's server; only copies with the
-    lowest price count then. With workers that are no ranks it is [W, R], and `own_ranks` names workers. None: all
-    links are alike.
+    lowest price count then. With workers that are no ranks it is [W, R], and `own_ranks` names workers.
+    None: all links are alike.
     """
     found = np.empty(experts.shape, dtype=np.int16)
     turns = np.arange(len(experts))[:, None]
@@ -191,8 +192,8 @@ def center_scores(scores: FloatArray) -> FloatArray:
 def local_activation_rate(hosts: SmallArray, own_ranks: SmallArray) -> FloatArray:
     """[layers] share of (token, expert) pairs that have the expert on the token's own rank.
 
-    All layers have the same number of pairs, so the mean is the overall rate. hosts: [t, layers, k]. own_ranks:
-    [t, layers]. Raises ConfigError if there are no tokens.
+    All layers have the same number of pairs, so the mean is the overall rate. hosts: [t, layers, k].
+    own_ranks: [t, layers]. Raises ConfigError if there are no tokens.
 
     Example: a token on rank 1 with experts on ranks 1 1 0 0 -> 0.5.
     """

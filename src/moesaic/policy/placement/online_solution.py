@@ -157,7 +157,8 @@ def _forecast(
 def _link_seconds(
     routes: Routes, homes: SmallArray, own_ranks: SmallArray, prices: FloatArray, hidden: int
 ) -> float:
-    """Seconds that the rows of a token's remote pairs take there and back. own_ranks: [t] rank of each token."""
+    """Seconds that the rows of a token's remote pairs take there and back. own_ranks: [t] rank of each
+    token."""
     ranks_by_layer = np.broadcast_to(own_ranks[:, None], routes.experts.shape[:2])
     pair_ranks = hosts(routes.experts, homes, ranks_by_layer, prices)
     return (

@@ -39,8 +39,8 @@ def server_slots(
     """[L, N] slots of each server in each layer: its share of `slots`, rounded down or up.
 
     The sum of each host is its share, too, rounded down or up. Rounding is fair over the layers so far.
-    old_copies: [L, N] copies that the servers have now. On a tie, the remaining slot goes to the server that has
-    most copies beyond its rounded share. server_hosts: None: all servers are on one host.
+    old_copies: [L, N] copies that the servers have now. On a tie, the remaining slot goes to the server
+    that has most copies beyond its rounded share. server_hosts: None: all servers are on one host.
 
     Example: 8 slots and 3 equal servers -> 3 3 2, then 3 2 3, then 2 3 3.
     """
@@ -178,8 +178,8 @@ def keep_copies(layer: Layer, old_copies: BoolArray, limit: float) -> BoolArray:
 def pack(layer: Layer, kept_copies: BoolArray) -> BoolArray:
     """[E, N] True where a server gets a copy.
 
-    Copies of `kept_copies` stay where possible, the rest are placed by load / capacity. Each host gets a copy before
-    another one gets a second, where servers have room.
+    Copies of `kept_copies` stay where possible, the rest are placed by load / capacity. Each host gets a
+    copy before another one gets a second, where servers have room.
     """
     has_copy = np.zeros_like(kept_copies)
     left = layer.room.copy()
@@ -297,8 +297,8 @@ def spread(layer: Layer, has_copy: BoolArray, kept_copies: BoolArray | None = No
     """Exchange copies between hosts as long as that raises the sum of the experts' spreads.
 
     Each step takes a copy of an expert that has another one on the same host. It makes the exchange that
-    gains most. Of several it makes the one that takes the fewest copies of `kept_copies` away, then the one that
-    leaves the lowest peak of both servers. With one host, nothing changes.
+    gains most. Of several it makes the one that takes the fewest copies of `kept_copies` away, then the
+    one that leaves the lowest peak of both servers. With one host, nothing changes.
 
     Example: servers 0 and 1 are on one host, 2 and 3 on another one. Servers hold experts 0, 0, 1, 1. Servers
     1 and 2 exchange their copies, so each expert is on both hosts.

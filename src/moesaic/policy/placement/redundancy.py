@@ -84,8 +84,8 @@ def add_copies(
 ) -> BoolArray:
     """[E, N] True where a rank has the expert, after `redundant` copies were added.
 
-    rank_choices: [E, N] from `demand`. home: [E, N] the placement before. worth: [N, N] of `link_prices.worth_of`.
-    None: only choices on the token's own rank count.
+    rank_choices: [E, N] from `demand`. home: [E, N] the placement before. worth: [N, N] of
+    `link_prices.worth_of`. None: only choices on the token's own rank count.
 
     Example: experts 0 and 1 are on rank 0, 2 and 3 on rank 1. wanted is 5 4, 5 0, 0 1, 0 5, so loads are 14
     and 6. A copy of expert 0 on rank 1 makes 4 choices local and relieves rank 0 of 4. Its value of 8 is

@@ -33,7 +33,8 @@ def place(
 ) -> Placement:
     """The first placement of a new supervisor: each server keeps what it has, as far as its share allows.
 
-    resident_experts: server -> what it has in memory. Servers, layers and experts that do not exist are ignored.
+    resident_experts: server -> what it has in memory. Servers, layers and experts that do not exist are
+    ignored.
     The other parameters are those of `balance.place`. Shares, copies and hosts follow its rules too, but no
     expert moves for its load. Raises what that raises.
 

@@ -146,8 +146,8 @@ def look_back(
 ) -> tuple[float, ...]:
     """Accuracies of predictions from 0, 1, 2, ... earlier layers, for layer `layer`, counted from 0.
 
-    learned, test_experts: [t, layers, k] experts of two sets of tokens. A past that was never seen is shortened by
-    its earliest layer until it was seen.
+    learned, test_experts: [t, layers, k] experts of two sets of tokens. A past that was never seen is
+    shortened by its earliest layer until it was seen.
     """
     k = train_experts.shape[2]
     train_layer, past = train_experts[:, layer], np.zeros(len(train_experts), dtype=np.int64)

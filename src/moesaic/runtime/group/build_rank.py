@@ -29,7 +29,7 @@ from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory, 
 from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.models.shard import Shard
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
-from moesaic.runtime import in_memory, memory_levels, offloaded, out_of_memory
+from moesaic.runtime import in_memory, memory_levels, offloaded_worker, out_of_memory
 from moesaic.runtime.cache_size import compute_cache_size, free_memory, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.drafting import add_room_for_drafts, make_speculation, uses_mtp
@@ -46,7 +46,7 @@ from moesaic.runtime.group.forecast import ExpectedRanks
 from moesaic.runtime.group.launcher import RankLauncher, rank_config
 from moesaic.runtime.group.owners import ExpertOwners, check_placement, read_owners
 from moesaic.runtime.group.rows import HostRows, RowCollectives
-from moesaic.runtime.group.sharded import GroupPredictor, RankRunner, ShardedModel
+from moesaic.runtime.group.sharded_model import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
 from moesaic.runtime.group.tensor_rows import DeviceRows
@@ -122,7 +122,7 @@ def load_rank(
     """
     drafts, shard = uses_mtp(config), Shard(group.rank, group.size)
     layout = read_expert_layout(config.model, drafts)
-    own_memory = offloaded.is_over_disk(config)
+    own_memory = offloaded_worker.is_over_disk(config)
     threads = config.most_threads
     loaded_model = load_model(config.model, progress, layout, threads, shard, own_memory, drafts)
     loaded_model = add_room_for_drafts(loaded_model, config)
@@ -170,11 +170,11 @@ class RankSteps(Protocol):
     """Computes the steps of a rank."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
-        """See `RunBatch`."""
+        """Run a step on this rank's share of the model. Returns hidden states as `RunBatch` does."""
         ...
 
     def predict(self, batch: TokenBatch, rows: IntArray) -> torch.Tensor:
-        """See `RunPrediction`."""
+        """Run the layer that drafts tokens. Returns hidden states as `RunPrediction` does."""
         ...
 
 
@@ -197,7 +197,7 @@ def _build_paged_runner(
     size: CacheSize,
 ) -> RankRunner:
     """The runner of a rank whose experts are loaded from the slow level."""
-    offloaded.check_states(config, offload, loaded_model.model.spec)
+    offloaded_worker.check_states(config, offload, loaded_model.model.spec)
     caches = memory_levels.build_caches(config, offload, loaded_model, size)
     counts, kernels = GroupCounts(), loaded_model.kernels
     levels = memory_levels.build_levels(
@@ -206,8 +206,8 @@ def _build_paged_runner(
     weights = offloaded_group.PassWeights(levels.experts)
     collectives = partial(_collectives, config.parallel, rows, owners, kernels, weights, counts)
     post_attention = offloaded_group.GroupPostAttention(loaded_model.model, rows, collectives, weights)
-    parts = offloaded.PassParts(loaded_model, levels, post_attention, owners.max_experts, caches)
-    passes = offloaded.build_passes(config, offload, parts)
+    parts = offloaded_worker.PassParts(loaded_model, levels, post_attention, owners.max_experts, caches)
+    passes = offloaded_worker.build_passes(config, offload, parts)
     return RankRunner(
         passes.run,
         rows,
@@ -256,7 +256,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         images=_images(config, runner.memory, group, launcher),
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
-        linger=0.0 if offload is None else offloaded.LINGER,
+        linger=0.0 if offload is None else offloaded_worker.LINGER,
         ranks=group.size,
         collectives=runner.collectives,
         speculation=speculation,

@@ -21,7 +21,7 @@ from moesaic.offload.parts import MicroBatch
 from moesaic.offload.post_attention import TaskFunction
 from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.tasks import Kind, Task
-from moesaic.runtime import offloaded
+from moesaic.runtime import offloaded_worker
 from moesaic.runtime.group.collective_layouts import CollectiveLayout, dense_feed_forward
 from moesaic.runtime.group.exchanges import run_at_once
 from moesaic.runtime.group.rows import RowCollectives
@@ -35,8 +35,8 @@ SLOW_ATTENTION_SCHEDULES = ("s2", "s3")
 
 def check(config: WorkerConfig, offload: Offload) -> None:
     """Raises ConfigError for a policy that a group cannot carry out, or experts that cannot be paged."""
-    offloaded.check(config)
-    size, gpu = config.parallel.tensor_parallel_size, offloaded.is_on_gpu(config.model)
+    offloaded_worker.check(config)
+    size, gpu = config.parallel.tensor_parallel_size, offloaded_worker.is_on_gpu(config.model)
     for name, value, allowed_values in (
         ("--expert-tensor-parallel-size", config.parallel.expert_tensor_parallel_size, (1,)),
         ("--offload-schedule", offload.schedule, WHOLE_BLOCKS + SLOW_ATTENTION_SCHEDULES * gpu),
@@ -49,7 +49,7 @@ def check(config: WorkerConfig, offload: Offload) -> None:
             raise ConfigError.field(
                 name, value, f"{text} with --fast-memory and --tensor-parallel-size {size}"
             )
-    offloaded.paged_layout(config.model)
+    offloaded_worker.paged_layout(config.model)
 
 
 class PassWeights:

@@ -28,10 +28,10 @@ from moesaic.kernels.batch import AttentionBatch
 from moesaic.models.block import Block
 from moesaic.models.kvcache.memory import LayerMemory
 from moesaic.models.model import Model
+from moesaic.runtime.group.announcer import Announcer, at_first
 from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
-from moesaic.runtime.group.together import Together, at_first
 from moesaic.runtime.step.stages import Exchanges, RecordedStages, until_output_projection
 from moesaic.runtime.step.step_kind import Kind
 
@@ -56,7 +56,7 @@ class SharedAttention:
 
         The group is closed when this object is deleted.
         """
-        self._rows, self._announcer = rows, Together(rows, explain_loss)
+        self._rows, self._announcer = rows, Announcer(rows, explain_loss)
         self._sent_step: AttentionBatch | None = None
         """The step that the other ranks have. They have those of recordings beside it."""
         self._recordings, self._empty_rows = 0, empty_rows
@@ -126,7 +126,7 @@ class SharedAttention:
 class StepRecordings(Protocol):
     """On any other rank: what it records and replays."""
 
-    def is_about(self, message: bytes) -> bool:
+    def is_recording_message(self, message: bytes) -> bool:
         """Whether a message of the first rank is about recordings."""
         ...
 
@@ -161,7 +161,7 @@ class AttentionRank:
         with torch.inference_mode():
             while True:
                 message = next_message(rows.group, self._memory)
-                if self._recordings is not None and self._recordings.is_about(message):
+                if self._recordings is not None and self._recordings.is_recording_message(message):
                     self._recordings.follow(message)
                     continue
                 layer, step = _parse_message(message, layers)

@@ -27,16 +27,16 @@ class Kind(NamedTuple):
     """Which recording a step takes."""
 
     rows: int
-    """With padded ones."""
+    """The rows of the recording. A step with fewer rows is padded to them."""
     longest: int
     """Tokens of the longest context that it may have."""
-    several: bool = False
+    has_sequences_of_several_rows: bool = False
     """Whether layers that keep states get several rows of a sequence."""
 
     @classmethod
-    def of(cls, batch: TokenBatch, spec: ModelSpec, multiple: int = 1) -> Kind:
+    def from_batch(cls, batch: TokenBatch, spec: ModelSpec, multiple: int = 1) -> Kind:
         """The kind of a step. multiple: the rows of its recording are a multiple of it."""
         rows = -(-bucket(batch.num_rows) // multiple) * multiple
         contexts = -(-int(batch.context_lens.max()) // CONTEXT_STEP)
-        several = batch.num_rows > batch.num_sequences and spec.states is not None
-        return cls(rows, CONTEXT_STEP << (contexts - 1).bit_length(), several)
+        has_sequences_of_several_rows = batch.num_rows > batch.num_sequences and spec.states is not None
+        return cls(rows, CONTEXT_STEP << (contexts - 1).bit_length(), has_sequences_of_several_rows)

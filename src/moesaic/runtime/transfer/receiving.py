@@ -24,7 +24,7 @@ from moesaic.models.kvcache.images import Bytes, CopiedMemory
 from moesaic.policy.scheduling.schedulers.actions import Restore
 from moesaic.runtime.transfer.pieces import HEADER_BYTES, PieceHeader, Transfers, parse
 from moesaic.transport.calls import Answerer, Incoming
-from moesaic.transport.listening import ONE_SIDED, Listener
+from moesaic.transport.listening import NIXL_KIND, Listener
 from moesaic.transport.waiting import wait
 from moesaic.transport.wakeup import Wakeup
 
@@ -70,7 +70,7 @@ class KVReceiver(Transfers):
         self._memory, self._block_size, self._report = memory, block_size, report
         self.secret = secrets.token_bytes(32)
         self._listener = Listener(
-            "unix:@", self.secret, remote=remote_address, kinds=ONE_SIDED if allow_nixl else None
+            "unix:@", self.secret, remote=remote_address, kinds=NIXL_KIND if allow_nixl else None
         )
         self.endpoint = self._listener.endpoint
         self._lock = threading.Lock()

@@ -66,8 +66,8 @@ def align(profile: Profile, experts_per_layer: npt.NDArray[np.integer], ranks: i
 def match_numbers(experts: npt.NDArray[np.integer], had_expert: npt.NDArray[np.bool_]) -> SmallArray:
     """[R] the number that each rank should get, so that most experts keep their place.
 
-    experts: [layers, E] ranks from 0. had_expert: [R, layers, E] True where rank r had the expert. Equal numbers
-    hold in every layer.
+    experts: [layers, E] ranks from 0. had_expert: [R, layers, E] True where rank r had the expert. Equal
+    numbers hold in every layer.
 
     Example: experts 0, 1 | 2, 3 were on ranks 0 | 1, and are now on ranks 1 | 0 -> [1, 0].
     """

@@ -157,11 +157,11 @@ def recombine(
 
 
 def mix(layer: Layer, labels: IntArray, other_labels: IntArray, rng: np.random.Generator) -> IntArray:
-    """[E] the assignment `labels`, in which some experts that `other_labels` has on another rank are exchanged at
-    random.
+    """[E] the assignment `labels`, in which some experts that `other_labels` has on another rank are
+    exchanged at random.
 
-    First the ranks of `other_labels` are renumbered so that most load agrees with `labels`. Example: 0 0 0 1 1 1 and
-    1 1 0 0 0 1 then agree except for experts 2 and 5. These two are exchanged, or not.
+    First the ranks of `other_labels` are renumbered so that most load agrees with `labels`. Example: 0 0 0
+    1 1 1 and 1 1 0 0 0 1 then agree except for experts 2 and 5. These two are exchanged, or not.
     """
     shared_load = np.zeros((layer.ranks, layer.ranks))
     np.add.at(shared_load, (other_labels, labels), layer.loads)

@@ -88,8 +88,10 @@ def _notes(layers: list[int], limits: SolverLimits) -> tuple[str, ...]:
         return ()
     layer_names = ", ".join(map(str, layers))
     return (
-        f"moetuner: limits passed before loads were shown to be within {limits.gap:.1%} "
-        f"in layers {layer_names}",
+        (
+            f"moetuner: limits passed before loads were shown to be within {limits.gap:.1%} "
+            f"in layers {layer_names}"
+        ),
     )
 
 

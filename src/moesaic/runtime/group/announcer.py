@@ -15,23 +15,23 @@ from moesaic.runtime.group.rows import RowCollectives
 Result = TypeVar("Result")
 
 
-class Together:
+class Announcer:
     """The first rank's end of a group. It is closed after an error, in whose middle the others are."""
 
-    def __init__(self, rows: RowCollectives, why: Callable[[ConnectionLost], MoesaicError]) -> None:
-        """why: the error to raise where a rank is gone."""
-        self.rows, self._why = rows, why
-        self.made: list[Recording[Any]] = []
+    def __init__(self, rows: RowCollectives, explain_loss: Callable[[ConnectionLost], MoesaicError]) -> None:
+        """explain_loss: the error to raise where a rank is gone."""
+        self.rows, self._explain_loss = rows, explain_loss
+        self.recordings: list[Recording[Any]] = []
         """Graphs that may hold exchanges."""
-        rows.when_closing(partial(free_recordings, self.made))
+        rows.when_closing(partial(free_recordings, self.recordings))
 
-    def run(self, what: Callable[[], Result]) -> Result:
+    def run(self, operation: Callable[[], Result]) -> Result:
         """What takes part in an exchange of the ranks."""
         try:
-            return what()
+            return operation()
         except ConnectionLost as lost:
             self.rows.close()
-            raise self._why(lost) from None
+            raise self._explain_loss(lost) from None
         except BaseException:
             self.rows.close()
             raise
@@ -46,7 +46,7 @@ def at_first(rows: int, ranks: int) -> list[int]:
     return [rows, *[0] * (ranks - 1)]
 
 
-def free_recordings(made: list[Recording[Any]]) -> None:
+def free_recordings(recordings: list[Recording[Any]]) -> None:
     """Destroy these recordings."""
-    while made:
-        made.pop().free()
+    while recordings:
+        recordings.pop().free()

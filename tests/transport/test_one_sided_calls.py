@@ -20,7 +20,7 @@ from moesaic.transport.calls import MAX_CALLS, MAX_ROWS
 from moesaic.transport.frames import REQUEST, ROWS
 from moesaic.transport.listening import Listener, connect
 from moesaic.transport.nixl_link import NixlLink, check_nixl
-from moesaic.transport.one_sided import HEADER, OneSidedAnswerer, OneSidedCaller, Places
+from moesaic.transport.one_sided_calls import HEADER, OneSidedAnswerer, OneSidedCaller, Places
 
 AREA = 1 << 16
 GOOD = (REQUEST, 2, 1, 8, 100, 64, 0)

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
-from moesaic.transport.awaited import AwaitedConnection
+from moesaic.transport.awaited_connection import AwaitedConnection
 from moesaic.transport.local import local_pair
 
 ONE, TWO, THREE = (messages.DirectorySettled(number) for number in range(3))
