@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.policy.placement.solvers.test_priced import QUICK, pairs_of_topics
+from tests.policy.placement.solvers.test_link_aware import QUICK, pairs_of_topics
 from tests.support.planted_profiles import noise
 
 from moesaic.commands import cli

@@ -432,14 +432,16 @@ def test_nothing_that_is_remembered_changes_an_answer(
             outstanding[server] = 0
         outstanding[server] += {"sent": 2, "answered": -2, "taken": -2}.get(what, 0)
         for one in both:
-            if what in ("sent", "answered"):
-                getattr(one, what)(server, 2, now)
+            if what == "sent":
+                one.record_sent(server, 2, now)
+            elif what == "answered":
+                one.record_answer(server, 2, now)
             elif what == "taken":
                 one.record_taken_back(server, 2)
             elif what == "suspect":
                 one.place(held, 3, suspected_servers=[server])
             elif what != "late":
-                getattr(one, what)(server)
+                {"lost": one.remove_server, "mask": one.mask, "joined": one.add_server}[what](server)
         answers = [(one.late(now), one.next_deadline(), one.connected_servers, one.stats) for one in both]
         assert answers[0] == answers[1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.policy.placement.solvers.test_priced import QUICK, pairs_of_topics, two_level
+from tests.policy.placement.solvers.test_link_aware import QUICK, pairs_of_topics, two_level
 
 from moesaic.cluster.solving.job import Job, answer, read
 from moesaic.core.placement import Placement

@@ -70,10 +70,9 @@ def place(
 
     A layer has max(E + redundant, E * min_replicas) slots. `--min-replicas 2` alone is thus enough for two
     copies of every expert. Redundant slots beyond that follow load. At most E * servers slots can be used.
-    Further ones stay empty, since redundant slots are a budget and min_replicas is a promise.
-
-    Experts with several copies are on several hosts, as far as the slots allow. With two copies each, all
-    are on two hosts if no host has more than half of the capacity.
+    Further ones stay empty, since redundant slots are a budget and min_replicas is a promise. Copies of an
+    expert are on several hosts, as far as slots allow. With two each, all are if no host has over half of the
+    capacity.
 
     Raises ConfigError for fewer servers than min_replicas, and for invalid loads, counts or weights.
 
@@ -88,16 +87,14 @@ def place(
     slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
     old_copies = [copy_mask(previous, layer, ids, experts) for layer in layers]
     server_hosts = Hosts.from_names(ids, hosts)
-    room = server_slots(
-        slots, experts, capacity, np.array([old.sum(axis=0) for old in old_copies]), server_hosts
-    )
+    old_counts = np.array([copies.sum(axis=0) for copies in old_copies])
+    room = server_slots(slots, experts, capacity, old_counts, server_hosts)
     experts_by_layer, spare = {}, slack if previous else 0.0
     for row, layer in enumerate(layers):
         start = old_copies[row] if previous else _ranges(experts, room[row])
         has_copy = _place_layer(load[row], room[row], capacity, server_hosts, min_replicas, start, spare)
-        experts_by_layer[layer] = {
-            one: np.flatnonzero(mine).tolist() for one, mine in zip(ids, has_copy.T, strict=True)
-        }
+        columns = zip(ids, has_copy.T, strict=True)
+        experts_by_layer[layer] = {server: np.flatnonzero(column).tolist() for server, column in columns}
     if previous is None:
         return Placement(0, experts, experts_by_layer, model)
     new = Placement(previous.version + 1, experts, experts_by_layer, model or previous.model)
