@@ -8,7 +8,7 @@ from moesaic.cost.sizes import ModelSizes
 
 
 def list_assumptions(model: ModelSizes, hardware: Hardware) -> list[str]:
-    """One sentence for each assumption about experts that are quantised or converted."""
+    """Return one sentence for each assumption about experts that are quantised or converted."""
     sentences, processor, kind = [], hardware.fast.processor, model.quantized_dtype
     is_quantized_type = kind is not None and is_packed(kind)
     packed_rates = {} if processor is None else dict(processor.packed_rates)

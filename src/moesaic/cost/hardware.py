@@ -298,7 +298,7 @@ def _level(tables: Mapping[str, Any], key: str) -> Level:
 
 
 def _experts(table: Mapping[str, Any], key: str) -> tuple[Rates, tuple[tuple[str, Rates], ...]]:
-    """See `Processor.experts` and `Processor.packed`."""
+    """The rates that `Processor.experts` and `Processor.packed` explain."""
     lines, table_name = table.get("experts", []), f"{key}.experts"
     if not isinstance(lines, list) or not all(isinstance(line, Mapping) for line in lines):
         raise ConfigError.field(f"hardware file: {table_name}", lines, "tables with rows and gflops")

@@ -127,7 +127,7 @@ def routed_experts(model: ModelSizes, rows: float, share: float = 1.0) -> Work:
 
 
 def one_expert(model: ModelSizes, rows: float) -> Work:
-    """One routed expert with so many rows."""
+    """A routed expert with so many rows."""
     wide = rows * (2 * model.hidden + 2 * model.expert_width)
     return Work(2 * rows * model.expert, model.expert_bytes, 0.0, wide * model.row_number)
 

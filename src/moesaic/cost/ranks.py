@@ -72,6 +72,6 @@ def share_of_rank(hardware: Hardware, ranks: int, gpus: int = 0) -> Hardware:
 
 
 def _part(level: Level, parts: int) -> Level:
-    """One of `parts` equal parts of a level's processor and bandwidth."""
+    """The part of one among `parts` equal parts of a level's processor and bandwidth."""
     processor = level.processor and level.processor.times(1 / parts)
     return replace(level, bandwidth=level.bandwidth / parts, processor=processor)

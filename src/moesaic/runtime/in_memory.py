@@ -335,11 +335,11 @@ class PacedRunner:
     pace: Pace
 
     def begin(self, batch: TokenBatch) -> RunningStep:
-        """See `SegmentRunner`."""
+        """Begin a step, whose segments are held for the time of the paced device."""
         return self._hold_segments(self.runner.begin(batch), batch)
 
     def begin_at_segment(self, segment: int, batch: TokenBatch, hidden: torch.Tensor) -> RunningStep:
-        """See `SegmentRunner`."""
+        """Begin at a segment, which is held for the time of the paced device."""
         return self._hold_segments(self.runner.begin_at_segment(segment, batch, hidden), batch)
 
     def _hold_segments(self, step: RunningStep, batch: TokenBatch) -> RunningStep:

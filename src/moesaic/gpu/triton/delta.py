@@ -38,18 +38,18 @@ def _softplus(numbers):
 
 
 @triton.jit
-def _beta_and_log(gates, decay, bias, row, head, heads, inside):
-    """What a head's gates in some rows say: beta, and the logarithm of alpha. Both 0 where not `inside`."""
-    at = gates + row * (2 * heads) + head
-    beta = tl.sigmoid(tl.load(at, mask=inside, other=0.0))
-    alpha = tl.load(at + heads, mask=inside, other=0.0) + tl.load(bias + head)
-    return tl.where(inside, beta, 0.0), tl.where(inside, tl.load(decay + head) * _softplus(alpha), 0.0)
+def _beta_and_log(gates, decay, bias, row, head, heads, mask):
+    """What a head's gates in some rows say: beta, and the logarithm of alpha. Both 0 where not `mask`."""
+    pointer = gates + row * (2 * heads) + head
+    beta = tl.sigmoid(tl.load(pointer, mask=mask, other=0.0))
+    alpha = tl.load(pointer + heads, mask=mask, other=0.0) + tl.load(bias + head)
+    return tl.where(mask, beta, 0.0), tl.where(mask, tl.load(decay + head) * _softplus(alpha), 0.0)
 
 
 @triton.jit
-def _units(at, mask, factor, EPSILON: tl.constexpr):
+def _units(pointer, mask, factor, EPSILON: tl.constexpr):
     """Rows of keys or queries [rows, width], each of length `factor`."""
-    numbers = tl.load(at, mask=mask, other=0.0)
+    numbers = tl.load(pointer, mask=mask, other=0.0)
     return numbers * (tl.rsqrt(tl.sum(numbers * numbers, 1) + EPSILON) * factor)[:, None]
 
 
@@ -63,30 +63,30 @@ def _seat(
 
 
 @triton.jit
-def _sums_of_logs(decays, logs, old, since, index):
+def _sums_of_logs(decays, logs, old, slots, index):
     """[PERIOD] sums of the logarithms of the decay: those of the seat where `old`, then with `logs`."""
-    before = tl.load(decays + since, mask=old, other=0.0)
-    last = tl.sum(tl.where(since == index - 1, before, 0.0), 0)
+    before = tl.load(decays + slots, mask=old, other=0.0)
+    last = tl.sum(tl.where(slots == index - 1, before, 0.0), 0)
     return tl.where(old, before, last + tl.cumsum(logs, 0))
 
 
 @triton.jit
-def _solved(factors, wanted, update, since, index, end):
+def _solve(factors, target, update, slots, index, end):
     """[PERIOD, columns] updates with those of places index : end, each of which needs those before it.
 
-    factors: [PERIOD, PERIOD] how much of the updates before is taken from `wanted` of each place.
+    factors: [PERIOD, PERIOD] how much of the updates before is taken from `target` of each place.
     """
     for line in range(index, end):
-        mine = since == line
+        mine = slots == line
         of_line = tl.sum(tl.where(mine[:, None], factors, 0.0), 0)
-        known = tl.sum(tl.where((since < line)[:, None], of_line[:, None] * update, 0.0), 0)
-        update = tl.where(mine[:, None], wanted - known[None, :], update)
+        known = tl.sum(tl.where((slots < line)[:, None], of_line[:, None] * update, 0.0), 0)
+        update = tl.where(mine[:, None], target - known[None, :], update)
     return update
 
 
 @triton.jit
 def _decode(
-    mixed,
+    qkv,
     gates,
     decay,
     bias,
@@ -108,7 +108,7 @@ def _decode(
     KEY_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One row of each sequence."""
+    """Compute one row of each sequence."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     position, key_head = tl.load(contexts + row) - 1, head // (heads // key_heads)
     page, write, seat = places(states, row, position, PERIOD)
@@ -118,10 +118,10 @@ def _decode(
         along, since, here = tl.arange(0, KEY_BLOCK), tl.arange(0, PERIOD), tl.arange(0, 1)
         of_key, of_value, old = along < key_width, columns < width, since < index
 
-        line = mixed + row * channels + key_head * key_width + here[:, None] + along[None, :]
+        line = qkv + row * channels + key_head * key_width + here[:, None] + along[None, :]
         query = tl.sum(_units(line, of_key[None, :], shorter, EPSILON), 0)
         key = tl.sum(_units(line + key_heads * key_width, of_key[None, :], 1.0, EPSILON), 0)
-        from_value = mixed + row * channels + 2 * key_heads * key_width + head * width + columns
+        from_value = qkv + row * channels + 2 * key_heads * key_width + head * width + columns
         value = tl.load(from_value, mask=of_value, other=0.0)
         beta, log = _beta_and_log(gates, decay, bias, row + here, head, heads, here == 0)
 
@@ -159,23 +159,23 @@ def _decode(
 
 
 @triton.jit
-def _scale(at, mask, width, factor, EPSILON: tl.constexpr, KEY_STEP: tl.constexpr):
-    """[lines] what makes rows of keys or queries as long as `factor`. at: of their first numbers."""
+def _scale(pointer, mask, width, factor, EPSILON: tl.constexpr, KEY_STEP: tl.constexpr):
+    """[lines] what makes rows of keys or queries as long as `factor`. pointer: of their first numbers."""
     total = tl.sum(tl.zeros([mask.shape[0], KEY_STEP], tl.float32), 1)
     along = tl.arange(0, KEY_STEP)
     for step in range(0, width, KEY_STEP):
         there = mask[:, None] & (along + step < width)[None, :]
-        numbers = tl.load(at[:, None] + (along + step)[None, :], mask=there, other=0.0)
+        numbers = tl.load(pointer[:, None] + (along + step)[None, :], mask=there, other=0.0)
         total += tl.sum(numbers * numbers, 1)
     return tl.rsqrt(total + EPSILON) * factor
 
 
 @triton.jit
-def _key_part(at, kept, scale, old, new, along, width):
+def _key_part(pointer, old_keys, scale, old, new, dims, width):
     """[PERIOD, KEY_STEP] a part of the keys: of the rows before the step from the seat, else scaled."""
-    inside = (along < width)[None, :]
-    fresh = tl.load(at[:, None] + along[None, :], mask=new[:, None] & inside, other=0.0)
-    known = tl.load(kept[:, None] + along[None, :], mask=old[:, None] & inside, other=0.0)
+    mask = (dims < width)[None, :]
+    fresh = tl.load(pointer[:, None] + dims[None, :], mask=new[:, None] & mask, other=0.0)
+    known = tl.load(old_keys[:, None] + dims[None, :], mask=old[:, None] & mask, other=0.0)
     return fresh * scale[:, None] + known
 
 
@@ -183,7 +183,7 @@ def _key_part(at, kept, scale, old, new, along, width):
 def _products(
     from_query,
     from_key,
-    kept,
+    old_keys,
     from_state,
     scales,
     old,
@@ -203,7 +203,7 @@ def _products(
         inside = along < key_width
         query = tl.load(from_query[:, None] + along[None, :], mask=new[:, None] & inside[None, :], other=0.0)
         query = query * scales[0][:, None]
-        key = _key_part(from_key, kept, scales[1], old, new, along, key_width)
+        key = _key_part(from_key, old_keys, scales[1], old, new, along, key_width)
         at_state = from_state[None, :] + along[:, None] * width
         state = tl.load(at_state, mask=inside[:, None] & of_value[None, :], other=0.0)
         keys = tl.dot(key, key.trans(), keys, input_precision=PRECISION)
@@ -216,7 +216,7 @@ def _products(
 @triton.jit
 def _new_state(
     from_key,
-    kept,
+    old_keys,
     scale,
     from_state,
     to_state,
@@ -224,7 +224,7 @@ def _new_state(
     update,
     old,
     new,
-    since,
+    slots,
     key_width,
     width,
     of_value,
@@ -232,11 +232,11 @@ def _new_state(
     KEY_STEP: tl.constexpr,
 ):
     """Writes the state after a whole chunk."""
-    last = tl.sum(tl.where(since == PERIOD - 1, now, 0.0), 0)
+    last = tl.sum(tl.where(slots == PERIOD - 1, now, 0.0), 0)
     for step in range(0, key_width, KEY_STEP):
         along = step + tl.arange(0, KEY_STEP)
         inside, at = (along < key_width)[:, None] & of_value[None, :], along[:, None] * width
-        key = _key_part(from_key, kept, scale, old, new, along, key_width) * tl.exp(last - now)[:, None]
+        key = _key_part(from_key, old_keys, scale, old, new, along, key_width) * tl.exp(last - now)[:, None]
         state = tl.exp(last) * tl.load(from_state[None, :] + at, mask=inside, other=0.0)
         state = tl.dot(key.trans(), update, state, input_precision=PRECISION)
         tl.store(to_state[None, :] + at, state, mask=inside)
@@ -244,7 +244,7 @@ def _new_state(
 
 @triton.jit
 def _chunks(
-    mixed,
+    qkv,
     gates,
     decay,
     bias,
@@ -282,7 +282,7 @@ def _chunks(
         end = tl.minimum(index + stop - row, PERIOD)
         old, new = since < index, (since >= index) & (since < end)
         lines = row + since - index  # rows of the step, where new
-        from_query = mixed + lines * channels + key_head * key_width
+        from_query = qkv + lines * channels + key_head * key_width
         from_key, mask = from_query + key_heads * key_width, new[:, None] & of_value[None, :]
         key_scale = _scale(from_key, new, key_width, 1.0, EPSILON, KEY_STEP)
         scales = _scale(from_query, new, key_width, shorter, EPSILON, KEY_STEP), key_scale
@@ -290,14 +290,14 @@ def _chunks(
         known = from_query, from_key, kept, from_state, scales, old, new, key_width, width, of_value
         of_keys, of_query, predicted, found = _products(*known, PERIOD, COLUMNS, KEY_STEP)
 
-        from_value = mixed + lines[:, None] * channels + 2 * key_heads * key_width + head * width
+        from_value = qkv + lines[:, None] * channels + 2 * key_heads * key_width + head * width
         value = tl.load(from_value + columns[None, :], mask=mask, other=0.0)
         beta, log = _beta_and_log(gates, decay, bias, lines, head, heads, new)
         now = _sums_of_logs(seat_decays, log, old, since, index)
         left, faded = tl.exp(now)[:, None], tl.exp(now[:, None] - now[None, :])
         update = tl.load(at_seat, mask=old[:, None] & of_value[None, :], other=0.0)
         of_keys = beta[:, None] * tl.where(since[:, None] > since[None, :], of_keys * faded, 0.0)
-        update = _solved(of_keys, beta[:, None] * (value - left * predicted), update, since, index, end)
+        update = _solve(of_keys, beta[:, None] * (value - left * predicted), update, since, index, end)
         tl.store(at_seat, update, mask=mask)
         of_query = tl.where(since[:, None] >= since[None, :], of_query * faded, 0.0)
         found = tl.dot(of_query, update, left * found, input_precision=PRECISION)
@@ -314,7 +314,7 @@ def _chunks(
 
 @triton.jit
 def _keep(
-    mixed,
+    qkv,
     gates,
     decay,
     bias,
@@ -343,7 +343,7 @@ def _keep(
         new = (since >= index) & (since < context - last)
         lines = stop - context + last + since
         mask = new[:, None] & (along < key_width)[None, :]
-        from_key = mixed + lines[:, None] * channels + (key_heads + key_head) * key_width + along[None, :]
+        from_key = qkv + lines[:, None] * channels + (key_heads + key_head) * key_width + along[None, :]
         kept = keys + (seat * key_heads + key_head) * PERIOD * key_width + since[:, None] * key_width
         if head % (heads // key_heads) == 0:
             tl.store(kept + along[None, :], _units(from_key, mask, 1.0, EPSILON), mask=mask)
@@ -360,7 +360,7 @@ def delta(
     states: LayerStates,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """As `reference.delta.delta`."""
+    """Compute what `reference.delta.delta` does."""
     mixed_rows, gates, sizes, (step, _) = (
         mixed_rows.contiguous(),
         gates.contiguous(),

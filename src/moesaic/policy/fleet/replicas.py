@@ -210,7 +210,7 @@ class Replicas:
     def shares(
         self, layer: int, experts: npt.NDArray[np.integer]
     ) -> list[tuple[int, npt.NDArray[np.bool_] | None]]:
-        """As `route`, but grouped: [(server, mask), ...], with NOBODY among the servers.
+        """The result of `route`, grouped: [(server, mask), ...], with NOBODY among the servers.
 
         mask: [p] which pairs go to the server, or None for all of them. The list is empty when there are no
         pairs.
@@ -302,7 +302,7 @@ class Replicas:
             self._servers[server].outstanding -= pairs
 
     def slow(self, servers: Collection[int], now: float) -> list[int]:
-        """Those of the servers that will soon be late, and that others could replace."""
+        """The servers that will soon be late, and that others could replace."""
         return [server for server, end in self._soon_late(servers) if now > end]
 
     def next_slow(self, servers: Collection[int]) -> float | None:

@@ -34,7 +34,7 @@ class SilenceRule:
     suspect_seconds: float = 1.0
     dead_seconds: float = 2.0
     gone_while_starting: float = 30.0
-    """As `gone`, for a process that does not serve yet."""
+    """The seconds of `gone` for a process that does not serve yet."""
     lost_supervisor: float = 3.0
     """Seconds after which a process gives up its supervisor and joins again. It is longer than `gone`, since
     a busy supervisor would otherwise lose all hosts at once."""

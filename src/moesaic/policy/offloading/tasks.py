@@ -62,7 +62,7 @@ class Kind(Enum):
     SAVE_CACHE = "save cache"
     """Copy the rows' new keys and values."""
     PROMPT = "prompt"
-    """One layer over whole prompts."""
+    """A layer over whole prompts."""
     HEAD = "head"
     """Logits and the next token."""
     SYNC = "sync"
@@ -113,7 +113,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task of a schedule."""
+    """A task of a schedule."""
 
     kind: Kind
     lane: Lane

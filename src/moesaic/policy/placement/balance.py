@@ -70,9 +70,8 @@ def place(
 
     A layer has max(E + redundant, E * min_replicas) slots. `--min-replicas 2` alone is thus enough for two
     copies of every expert. Redundant slots beyond that follow load. At most E * servers slots can be used.
-    Further ones stay empty, since redundant slots are a budget and min_replicas is a promise. Copies of an
-    expert are on several hosts, as far as slots allow. With two each, all are if no host has over half of the
-    capacity.
+    Further ones stay empty, since redundant slots are a budget and min_replicas is a promise. An expert's
+    copies are on several hosts, if slots allow it. With two each, no host may have over half of the capacity.
 
     Raises ConfigError for fewer servers than min_replicas, and for invalid loads, counts or weights.
 

@@ -180,13 +180,13 @@ def choose_apart(
     dispatch: Dispatch,
     workers: Mapping[int, WorkerLoad],
     prefill_workers: Mapping[int, WorkerLoad],
-    known: Sequence[int],
+    token_ids: Sequence[int],
     blocks: int,
 ) -> Places | None:
     """Choose two workers for a request: one that computes its prompt, and one that generates its answer.
 
     Prefill and decode on different workers is the idea of DistServe (Zhong et al. 2024) and Splitwise (Patel
-    et al. 2024): a long prompt then delays no other request's next token. known: its prompt and what it has
+    et al. 2024): a long prompt then delays no other request's next token. token_ids: its prompt and what it has
     generated, which take so many blocks.
 
     `dispatch` chooses the worker that generates. The prefill worker is the one whose open prompts have the
@@ -198,9 +198,9 @@ def choose_apart(
     Example: prefill workers 7 and 8 have 100 blocks each, of which 40 and 30 are used. A prompt of 15 tokens
     goes to none of them, one of 16 tokens to 8. Raises ValueError if there are no workers at all.
     """
-    if not prefill_workers or len(known) < SHORT_PROMPT:
-        return Places(dispatch(workers, known), None)
+    if not prefill_workers or len(token_ids) < SHORT_PROMPT:
+        return Places(dispatch(workers, token_ids), None)
     roomy = {key: load for key, load in workers.items() if not load.requests or load.free_blocks >= blocks}
     if not roomy:
         return None
-    return Places(dispatch(roomy, known), least_loaded(prefill_workers))
+    return Places(dispatch(roomy, token_ids), least_loaded(prefill_workers))

@@ -61,7 +61,7 @@ class Solution:
     """A placement that may be swapped in."""
 
     homes: Placement
-    """One copy of each expert, on the server of the rank that the tables name."""
+    """A single copy of each expert, on the server of the rank that the tables name."""
     placement: Placement
     """The same with the further copies that the fleet should have."""
     tables: Tables

@@ -118,7 +118,7 @@ def copies(load: FloatArray, room: IntArray, min_replicas: int) -> IntArray:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer to pack: copies of E experts for the slots of N servers."""
+    """A layer to pack: copies of E experts for the slots of N servers."""
 
     load_per_copy: FloatArray
     """[E] load of one copy of each expert."""

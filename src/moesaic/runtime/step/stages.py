@@ -57,7 +57,7 @@ class RecordedStages(RecordedHeads, Protocol):
         attention: AttentionBatch,
         memory: LayerMemory,
     ) -> Exchanges:
-        """As `SharedHeads.stages`."""
+        """The stages of `SharedHeads.stages`."""
         ...
 
 

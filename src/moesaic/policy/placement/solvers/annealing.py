@@ -258,7 +258,7 @@ class _State:
         self._other_ranks = [
             [[r for r in every if r not in (here, there)] for there in every] for here in every
         ]
-        """For each two ranks, the list of all other ranks."""
+        """The list of all other ranks, for each two ranks."""
 
     def _local(self) -> float:
         return float(self.values.max(axis=0).sum(dtype=np.float64))

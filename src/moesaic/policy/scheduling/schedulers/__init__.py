@@ -1,1 +1,1 @@
-"""One scheduler per file. All of them use the events and actions that `actions` defines."""
+"""The schedulers, a file each. All of them use the events and actions that `actions` defines."""

@@ -321,11 +321,11 @@ class ExpertServerScheduler:
             round_seconds = now - self._last_began - self._run_took
             self._round = _mean(self._round, round_seconds) if self._round else round_seconds
 
-    def _take_queues(self, chosen: tuple[int, int]) -> list[_Queue]:
+    def _take_queues(self, queue_key: tuple[int, int]) -> list[_Queue]:
         """Removes the chosen queue, and the others of its layer where it does not run alone."""
-        keys = [chosen]
+        keys = [queue_key]
         if self._shape[1] > 1:
-            layer_keys = [key for key in self._queues if key[0] == chosen[0]]
+            layer_keys = [key for key in self._queues if key[0] == queue_key[0]]
             if len(layer_keys) > 1 and not self._runs_alone(
                 [self._queues[key].pairs for key in layer_keys], self._busy
             ):

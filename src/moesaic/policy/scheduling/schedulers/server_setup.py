@@ -58,12 +58,12 @@ def start_rule(
         if schedule != "auto":
             return small
 
-        def pays(waiting: Waiting) -> bool:
+        def should_wait(waiting: Waiting) -> bool:
             calls = waiting.mean_call, waiting.clients, waiting.away_seconds
             uneven = unevenness(waiting.calls, decisions.servers)
             return decisions.should_wait(*calls, experts, waiting.in_step, uneven)
 
-        return WaitByCurves(pays, BARRIER_SECONDS, WAITED_RUNS, small)
+        return WaitByCurves(should_wait, BARRIER_SECONDS, WAITED_RUNS, small)
     return EnoughPairs(pairs, wait)
 
 
