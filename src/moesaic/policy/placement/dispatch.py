@@ -186,8 +186,8 @@ def choose_apart(
     """Choose two workers for a request: one that computes its prompt, and one that generates its answer.
 
     Prefill and decode on different workers is the idea of DistServe (Zhong et al. 2024) and Splitwise (Patel
-    et al. 2024): a long prompt then delays no other request's next token. token_ids: its prompt and what it has
-    generated, which take so many blocks.
+    et al. 2024): a long prompt then delays no other request's next token. token_ids: its prompt and what it
+    has generated, which take so many blocks.
 
     `dispatch` chooses the worker that generates. The prefill worker is the one whose open prompts have the
     fewest blocks. Without prefill workers, and for a short prompt, there is none.
