@@ -18,7 +18,7 @@ from moesaic.models import registry
 from moesaic.models.shard import Shard
 from moesaic.offload.weights import StreamedExperts
 from moesaic.planning import USABLE, WorkerPlan, plan
-from moesaic.runtime.group.owners import placed
+from moesaic.runtime.group.owners import read_owners
 from moesaic.runtime.model_loading import read_expert_layout
 from tests.support import model_configs, tiny_models
 from tests.test_planning import GPU, HARDWARE, JOB, MIB, SIZES
@@ -58,9 +58,9 @@ def test_every_rank_keeps_to_the_cap(path: Path, cap: str, ranks: int) -> None:
     assert held + int(found.worker.cache.kv_cache_memory) / ranks <= USABLE * size
     names = ("static experts", "two layers of streamed experts")
     counted = sum(found.price.fast[name] for name in names)
-    where, layout = placed(found.worker), read_expert_layout(found.worker.model)
+    owners, layout = read_owners(found.worker), read_expert_layout(found.worker.model)
     for rank in range(ranks):
-        owned = where.of(rank)
+        owned = owners.list_experts(rank)
         static = {layer: mine[: offload.static_experts] for layer, mine in owned.items()}
         arena = StreamedExperts.memory_for(path, layout, static, owned).total
         assert counted <= arena <= counted + 4096 * 2 * 3 * (found.model.experts + 2)

@@ -29,7 +29,7 @@ class Line:
 
     def __init__(self) -> None:
         self.told: list[messages.Message] = []
-        self.lost: str | None = None
+        self.loss_reason: str | None = None
         self._end = threading.Event()
 
     def send(self, message: messages.Message) -> None:
@@ -39,7 +39,7 @@ class Line:
         if self._end.wait(timeout):
             raise ConnectionLost("closed")
 
-    def ended(self, timeout: float) -> bool:
+    def wait_for_end(self, timeout: float) -> bool:
         return self._end.wait(timeout)
 
     def close(self) -> None:

@@ -324,7 +324,7 @@ def test_the_table_does_not_depend_on_what_servers_owe_between_steps() -> None:
     exchange, replicas = DeviceExchange.__new__(DeviceExchange), Replicas()
     every = {0: list(range(4))}
     replicas.place({0: every, 1: every}, 4)
-    box = SimpleNamespace(progress=lambda: (0, 0), alive=lambda: True, quiet=True, addresses=(1, 2, 3, 4))
+    box = SimpleNamespace(progress=lambda: (0, 0), alive=lambda: True, is_quiet=True, addresses=(1, 2, 3, 4))
     memory = Mock(exchange=SimpleNamespace(slots=2))
     exchange.__dict__ |= {
         "_replicas": replicas, "_memory": memory, "_leaving": [],

@@ -22,12 +22,12 @@ def worker(prefill: int, running: int = 0, waiting: int = 0, **blocks: int) -> W
 def test_a_line_has_what_happened_since_the_last_one() -> None:
     log = ThroughputLog()
     assert log.line(100.0, 0, WorkerStats()) is None
-    stats = worker(50, 2, 3, total=8, used=2, free=6, prefix_queries=60, prefix_hits=15)
+    stats = worker(50, 2, 3, num_total=8, num_used=2, num_free=6, prefix_queries=60, prefix_hits=15)
     assert log.line(110.0, 20, stats) == (
         "prompt throughput: 5.0 tokens/s, generation throughput: 2.0 tokens/s, running: 2 requests, "
         "waiting: 3 requests, KV cache usage: 25.0%, prefix cache hit rate: 25.0%"
     )
-    stats = worker(50, total=8, free=8, prefix_queries=60, prefix_hits=15)
+    stats = worker(50, num_total=8, num_free=8, prefix_queries=60, prefix_hits=15)
     line = log.line(120.0, 21, stats)
     assert line is not None
     assert (

@@ -36,6 +36,14 @@ class Runs(Protocol):
     def run(self, tasks: Sequence[Task], run_task: Callable[[Task], None]) -> Timeline: ...
 
 
+BUSY_NAMES = {
+    Lane.FAST: "fast",
+    Lane.SLOW: "slow",
+    Lane.LINK_DOWN: "down",
+    Lane.LINK_UP: "up",
+    Lane.STAGING: "staging",
+}
+"""The names of lanes in metrics and in reports of batches."""
 NO_TASKS = Timeline((), (), dict.fromkeys(Lane, 0.0))
 """Timeline of an empty list."""
 Observe = Callable[[Sequence[Task], Timeline], None]
@@ -186,7 +194,7 @@ class Passes:
         key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
         context = int(step_batch.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
-        busy = {lane.name.lower(): sum(timeline.busy[lane] for timeline in times) for lane in Lane}
+        busy = {BUSY_NAMES[lane]: sum(timeline.busy[lane] for timeline in times) for lane in Lane}
         self.decode_steps[self._settings.policy.schedule not in ("on-demand", "split")] += not key[0]
         self._stats[key] = replace(
             old,

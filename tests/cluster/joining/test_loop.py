@@ -226,7 +226,7 @@ def test_who_cannot_read_its_experts_again_leaves(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "new")
     (tmp_path / "new").replace(file)
     config = ExpertServerConfig(str(tmp_path), SIZES, "unix:x", joined=True)
-    heard, backend = Heard(), SimpleNamespace(name="reference", take=lambda _: None, keep=lambda _: None)
+    heard, backend = Heard(), SimpleNamespace(name="reference", load=lambda _: None, keep_only=lambda _: None)
     stamp = fingerprint.stamp(tmp_path)
     loader = _ExpertLoader(heard, backend, Endpoint("tcp:x:1"), config, stamp, digests)  # type: ignore[arg-type]
     loader.change(messages.Hold(1, {0: [0]}))
