@@ -47,7 +47,7 @@ GATE_UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.e
 @dataclass(frozen=True)
 class Forms:
     one_by_one: Path
-    fused_tensors: Path
+    fused: Path
 
 
 @pytest.fixture(scope="module")

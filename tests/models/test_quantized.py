@@ -164,7 +164,7 @@ def test_matrices_become_bf16_if_that_loses_nothing(
 
     def types(model: Any) -> tuple[str, set[str]]:
         attention, shared = model.blocks[0].attention_part, model.blocks[1].dense_part
-        others = attention.out.weight, shared.gate, shared.down
+        others = attention.out_proj.weight, shared.gate_proj, shared.down_proj
         return kind_of(attention.key_up), set(map(kind_of, others))
 
     assert types(loaded) == ("bfloat16", {"fp8" if packed else "bfloat16"})

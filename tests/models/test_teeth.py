@@ -263,7 +263,7 @@ WEIGHTS = {
         "lfm2",
         {"inputs": lambda inputs: (*inputs[1::-1], inputs[2])},
     ),
-    "bias of the gate's products that only chooses": ("gpt-oss", {"router": gating(biased="choice")}),
+    "bias of the gate's products that only chooses": ("gpt-oss", {"router": gating(bias_target="choice")}),
 }
 
 
@@ -289,9 +289,11 @@ EXPERTS = {
     "gate biases": zeros(3),
     "up biases": zeros(4),
     "down biases": zeros(5),
-    "gate and up in turn": lambda weights: replace(weights, gate=weights.up, up=weights.gate),
+    "gate and up in turn": lambda weights: replace(
+        weights, gate_proj=weights.up_proj, up_proj=weights.gate_proj
+    ),
     "what is added to up": lambda weights: replace(
-        weights, activation=replace(weights.activation, added=0.0)
+        weights, activation=replace(weights.activation, up_offset=0.0)
     ),
 }
 
@@ -308,8 +310,8 @@ def test_a_part_of_the_experts_matters(part: str, intact: Intact) -> None:
 def test_the_order_of_rotated_pairs_matters(name: str, intact: Intact) -> None:
     path, wanted = intact(name)
 
-    def other(*arguments: Any, interleaved: bool = False, **options: Any) -> torch.Tensor:
-        return dense.rope(*arguments, is_interleaved=not interleaved, **options)
+    def other(*arguments: Any, is_interleaved: bool = False, **options: Any) -> torch.Tensor:
+        return dense.rope(*arguments, is_interleaved=not is_interleaved, **options)
 
     check_differs(registry.load(path, replace(REFERENCE, rope=other)), wanted)
 
