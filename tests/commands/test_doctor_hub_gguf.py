@@ -43,7 +43,7 @@ for name in sys.argv[1:]:
 """
 DOCTOR = """
 import json, sys
-from moesaic import cli
+from moesaic.commands import cli
 raise SystemExit(max(cli.main(["doctor", *words, "--json"]) for words in json.loads(sys.argv[1])))
 """
 

@@ -31,11 +31,11 @@ HIDDEN, WIDTH, EXPERTS = 130, 70, 6
 
 @contextmanager
 def own_pool(threads: int, cpus: tuple[int, ...] = ()) -> Iterator[None]:
-    lane.own_pool(threads, cpus)
+    plain.own_pool(threads, cpus)
     try:
         yield
     finally:
-        lane.shared_pool()
+        plain.shared_pool()
 
 
 class Work:
@@ -145,7 +145,7 @@ def test_a_thread_that_ends_frees_its_pool(native: Kernels) -> None:
     def job() -> None:
         before = tasks_now()
         for threads in (4, 2):
-            lane.own_pool(threads)
+            plain.own_pool(threads)
             seen.append(tasks_now() - before)
 
     thread = threading.Thread(target=job)
@@ -164,7 +164,7 @@ def test_a_pinned_thread_gets_its_cores_back(native: Kernels) -> None:
     with own_pool(1, (other,)):
         assert os.sched_getaffinity(0) == {other} and same(work(), wanted)
         before = tasks_now()  # torch may have started threads on that core
-        lane.own_pool(2, (one, other))
+        plain.own_pool(2, (one, other))
         assert os.sched_getaffinity(0) == {one} and same(work(), wanted)
         tasks = [int(task) for task in tasks_now() - before]
         assert soon(lambda: [os.sched_getaffinity(task) for task in tasks].count({other}) == 1)
@@ -175,24 +175,24 @@ def test_what_there_cannot_be_changes_nothing(native: Kernels) -> None:
     absent = max(os.sched_getaffinity(0)) + 1
     with own_pool(2):
         with pytest.raises(ConfigError, match="threads: got 0; allowed: 1 or more"):
-            lane.own_pool(0)
+            plain.own_pool(0)
         with pytest.raises(ConfigError, match=f"cpus: got {absent}; allowed: "):
-            lane.own_pool(1, (absent,))
+            plain.own_pool(1, (absent,))
         assert _native.threads() == 2
         with pytest.raises(RuntimeError, match="has a pool of its own"):
             native.set_threads(3, False)
-    lane.shared_pool()
+    plain.shared_pool()
     assert _native.threads() == 1
 
 
 @pytest.mark.slow
 def test_a_process_forked_by_a_thread_with_its_own_pool_computes() -> None:
     check("""
-from moesaic.kernels.native import _native, lane
-lane.own_pool(3)
+from moesaic.kernels.native import _native, plain
+plain.own_pool(3)
 assert same()
 assert all(child_is_well() for _ in range(5)) and same() and _native.threads() == 3
-lane.shared_pool()
+plain.shared_pool()
 assert all(child_is_well() for _ in range(5)) and same()
 """)
 
@@ -200,13 +200,13 @@ assert all(child_is_well() for _ in range(5)) and same()
 @pytest.mark.slow
 def test_more_threads_than_there_can_be_leave_the_shared_pool() -> None:
     check("""
-from moesaic.kernels.native import _native, lane
-lane.own_pool(2)
+from moesaic.kernels.native import _native, plain
+plain.own_pool(2)
 everywhere = os.sched_getaffinity(0)
 size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, -1))
 try:
-    lane.own_pool(10_000, [min(everywhere)])
+    plain.own_pool(10_000, [min(everywhere)])
 except (RuntimeError, MemoryError, OSError):
     pass
 else:

@@ -41,7 +41,7 @@ def test_while_a_model_is_loaded(config: WorkerConfig, line: str) -> None:
 RANK = """
 import torch
 from moesaic.runtime.group import __main__ as rank
-from moesaic.runtime.group import build_rank, sharded
+from moesaic.runtime.group import build_rank, sharded_model
 
 def full(*given, **named):
     raise torch.OutOfMemoryError({full!r})
@@ -53,7 +53,7 @@ PLACES = {
     "weights": ("build_rank.load_model", "--kv-cache-memory: got '4MiB'; allowed: less"),
     "what is free": ("build_rank.free_memory", "--kv-cache-memory: got 'auto'; allowed: less"),
     "cache": ("build_rank.layer_memory", "--kv-cache-memory: got '4MiB'; allowed: less"),
-    "step": ("sharded.ShardedModel.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
+    "step": ("sharded_model.ShardedModel.run", "a step: CUDA out of memory; allowed: fewer rows at a time"),
 }
 
 
