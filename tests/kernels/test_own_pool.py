@@ -22,7 +22,7 @@ from moesaic.kernels.gating import Gating
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 
-lane = pytest.importorskip("moesaic.kernels.native.plain", reason="no native kernels in this build")
+plain = pytest.importorskip("moesaic.kernels.native.plain", reason="no native kernels in this build")
 _native = pytest.importorskip("moesaic.kernels.native._native")
 
 torch.set_num_threads(1)
