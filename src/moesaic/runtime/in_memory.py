@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import assert_never
 
 import torch
 
@@ -253,6 +254,8 @@ def _scheduler(
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
     if scheduling.schedule == "barrier":
         return BarrierScheduler(limits, blocks, speculation)
+    if scheduling.schedule != "async" and scheduling.schedule != "auto":
+        assert_never(scheduling.schedule)  # a new schedule must not become an asynchronous one in silence
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = queue_policy(scheduling.schedule, scheduling.queue_policy, urgency, history)
     return AsyncScheduler(limits, blocks, policy, num_routed_layers, decisions.top_k, decisions, speculation)

@@ -224,6 +224,7 @@ class SimulatedCluster:
             return LockstepScheduler(limits, blocks, table.inflight_batches)
         if table.kind == "barrier":
             return BarrierScheduler(limits, blocks)
+        assert table.kind in ("async", "auto"), f"the simulator has no schedule {table.kind!r}"
         policy = self._worker_policy()
         return AsyncScheduler(limits, blocks, policy, len(layout.layers), layout.top_k, self._decisions)
 
