@@ -48,7 +48,7 @@ class Row:
     stored: str
     """How its files are stored, for people."""
     type: str = "bfloat16"
-    """Type of its routed experts in memory: a name of `core.stored`."""
+    """Type of its routed experts in memory: a name of `core.weight_types`."""
 
 
 BF16, FP8, MXFP4 = "bf16", "FP8", "MXFP4"

@@ -39,7 +39,7 @@ FAMILIES = (
 )
 NOW = ("deepseek-full", "gpt-oss")
 WITH_STATES = ("qwen3-next", *(pytest.param(one, marks=pairs.REST) for one in ("lfm2", "qwen3.5")))
-"""Families whose layers keep states, with short prompts. `device/test_graphs.py` has LFM2 in `make test`."""
+"""Families whose layers keep states, with short prompts. `gpu/test_graphs.py` has LFM2 in `make test`."""
 """Families in `make test`. The others are left to `make full`: the interpreter takes seconds a token."""
 PROMPTS = [tiny_models.prompt(length, model_configs.VOCAB, seed=length) for length in (1, 17, 33)]
 

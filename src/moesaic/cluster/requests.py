@@ -51,7 +51,7 @@ class Entry:
     has_moved: bool = False
     """True if another worker ran it before."""
     last_token_time: float | None = None
-    """Time of its last token, as `Objectives.token` returned it."""
+    """Time of its last token, as `Objectives.record_token` returned it."""
 
 
 @dataclass

@@ -172,7 +172,7 @@ class Router:
         return replace(stats, waiting=stats.waiting + len(self._held_requests))
 
     def measure_occupancy(self) -> float:
-        """How full the workers are that generate; see `requests.occupied`."""
+        """How full the workers are that generate; see `requests.measure_occupancy`."""
         with self._lock:
             return measure_occupancy(
                 [worker for worker in self._workers.values() if not (worker.is_draining or worker.prefill)]

@@ -307,7 +307,7 @@ class Changes:
         self, servers: Collection[int], least: int | None = None, resident_experts: Mapping[int, Kept] = {}
     ) -> Placement:
         """Returns a placement for these servers that moves few experts. resident_experts: see
-        `returning.joined_by`."""
+        `returning.add_servers`."""
         assert self.layout is not None
         load, layers = self._load(), self.layout.layers
         weights = {server: self._members.capacities[server] for server in servers}

@@ -24,8 +24,8 @@ class Storage:
     """How a checkpoint is stored."""
 
     type: str
-    """Type of its routed experts; see `core.stored.OF_EXPERTS`. Of a quantized checkpoint it is the type that
-    its config.json names beside the method."""
+    """Type of its routed experts; see `core.weight_types.NATIVE_DTYPES`. Of a quantized checkpoint it is
+    the type that its config.json names beside the method."""
     quantization: str | None
     """The method of its quantization. None: it is not quantized."""
     bytes: int

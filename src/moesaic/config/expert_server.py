@@ -43,7 +43,7 @@ class ExpertServerConfig:
     trace: str | None = None
     """File for this process's part of a trace. None: no trace."""
     paced: str | None = None
-    """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
+    """File of modelled devices (`core.paced_devices`). None: this process takes the time that it takes."""
     policy_file: str | None = None
     """File of curves (`core.curves`). None: those of the device that computes."""
     checkpoint_stamp: str = ""

@@ -283,7 +283,7 @@ class WorkerConfig:
     """Maximum bytes of experts in the memory of each expert server. None: all its experts are in memory."""
     queues: QueueConfig = QueueConfig()
     paced: str | None = None
-    """File of modelled devices (`core.paced`). None: this process takes the time that it takes."""
+    """File of modelled devices (`core.paced_devices`). None: this process takes the time that it takes."""
     log_level: LogLevel = "info"
     kv_role: KVRole | None = None
     """prefill: this worker sends the KV of prompts to others. decode: it receives KV. None: neither."""

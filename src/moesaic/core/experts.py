@@ -70,8 +70,8 @@ class ExpertLayout:
     dtype: str
     """The type that kernels read: "float32", "bfloat16", "compressed", or with torch "float16".
 
-    Weights that are stored in another type are converted. Quantised ones have the types of core.stored, and
-    then other layers may have other types (`others`).
+    Weights that are stored in another type are converted. Quantised ones have the types of
+    core.weight_types, and then other layers may have other types (`others`).
     """
     weights: str = ""
     """Fingerprint of the checkpoint (`models.fingerprint`). Empty where no checkpoint was read."""

@@ -115,7 +115,7 @@ class PlanStats:
 
 @dataclass(frozen=True)
 class PaceStats:
-    """The runs of a process that takes as long as a modelled device (`core.paced`)."""
+    """The runs of a process that takes as long as a modelled device (`core.paced_devices`)."""
 
     runs: int = 0
     """Runs so far. 0 without --paced."""

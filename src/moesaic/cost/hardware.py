@@ -58,8 +58,8 @@ class Processor:
     launch: float = 0.0
     """Seconds that a task takes besides its computation."""
     packed_rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
-    """Type of quantised experts (a key of core.stored.QUANTIZED) -> `experts` of experts in this type. Types
-    that are left out are priced by `experts`."""
+    """Type of quantised experts (a key of core.weight_types.QUANTIZED) -> `experts` of experts in this
+    type. Types that are left out are priced by `experts`."""
 
     def rates(self, dtype: str | None) -> Rates:
         """The measured rates of experts. dtype: their type if they are quantised.

@@ -155,8 +155,8 @@ class ModelSizes:
     has_compressed_experts: bool = False
     """True: routed experts are stored in 12 bits a number, with a head for each block of their rows."""
     quantized_dtype: str | None = None
-    """Type of routed experts where others are quantised: as `core.stored.of_expert`. None: the type of all
-    other weights."""
+    """Type of routed experts where others are quantised: as `core.weight_types.join_dtypes`. None: the
+    type of all other weights."""
     expert_biases: int = 0
     """Numbers of the biases of a routed expert, which are float32."""
     conversion: str | None = None

@@ -1,4 +1,4 @@
-"""Real processes with the timing of modelled devices (`core.paced`): a test instrument.
+"""Real processes with the timing of modelled devices (`core.paced_devices`): a test instrument.
 
 A worker or a server computes as always. Then it holds the result until the modelled device would have
 finished. The waits need no core, so many processes run on few cores with the timing of many devices. Tokens

@@ -71,7 +71,8 @@ class HostSum(OpenCall):
         return self.pairs, fresh
 
     def find_nonfinite_row(self, indices: IntArray) -> None:
-        """`RelayedCall.usable` looks for such sums. Here it is not known which server would be at fault."""
+        """`RelayedCall.select_computed` looks for such sums. Here it is not known which server would be at
+        fault."""
 
 
 class Relaying:

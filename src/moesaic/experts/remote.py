@@ -59,13 +59,14 @@ class RemoteExperts:
 
     | event | Replicas | here |
     |---|---|---|
-    | its connection breaks, or it sends a damaged message | lost | _fail |
-    | it answers NaN where the checkpoint gives finite numbers | lost | _blame |
-    | it makes no progress for too long, and others hold its experts | mask, then lost | _fail |
-    | another process has its id now | replaced, then lost | _fail |
-    | it left the directory and has answered its calls | lost | _retire |
+    | its connection breaks, or it sends a damaged message | remove_server | _fail |
+    | it answers NaN where the checkpoint gives finite numbers | remove_server | _blame |
+    | it makes no progress for too long, and others hold its experts | mask, then remove_server | _fail |
+    | another process has its id now | record_replacement, then remove_server | _fail |
+    | it left the directory and has answered its calls | remove_server | _retire |
 
-    `_fail` and `_retire` close the connection by `_drop`, which calls `Replicas.lost`. `_fail` also connects
+    `_fail` and `_retire` close the connection by `_drop`, which calls `Replicas.remove_server`. `_fail`
+    also connects
     again and sends the unanswered pairs to other servers. `_blame` fails a server, never connects to that
     process again, and keeps a report for the supervisor.
     """

@@ -20,7 +20,7 @@ class QuantizedMatrix:
     columns: int
     """i"""
     kind: str
-    """The quantised type of the matrix: a key of `core.stored.QUANTIZED`."""
+    """The quantised type of the matrix: a key of `core.weight_types.QUANTIZATIONS`."""
 
     def __post_init__(self) -> None:
         expected_shape = len(self.stored_rows), row_bytes(self.kind, self.columns)
@@ -80,7 +80,7 @@ def number_dtype(weight: Weight) -> torch.dtype:
 
 
 def kind_of(weight: Weight) -> str:
-    """The type of a matrix in memory, a name of `core.stored`."""
+    """The type of a matrix in memory, a name of `core.weight_types`."""
     return weight.kind if isinstance(weight, QuantizedMatrix) else str(weight.dtype).removeprefix("torch.")
 
 

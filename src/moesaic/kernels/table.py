@@ -211,9 +211,10 @@ class Kernels:
     """A context in which the calling thread computes alone on this core, while other threads compute; None:
     not possible."""
     can_use_quantized: bool = False
-    """True if experts may be of a type of `core.stored.QUANTIZED`, and other matrices a QuantizedMatrix."""
+    """True if experts may be of a type of `core.weight_types.QUANTIZATIONS`, and other matrices a
+    QuantizedMatrix."""
     can_use_compressed: bool = False
-    """True if experts may be compressed (`core.stored.COMPRESSED`)."""
+    """True if experts may be compressed (`core.weight_types.COMPRESSED_DTYPE`)."""
     is_integer: bool = False
     """True if these kernels are chosen for weights in integers, whose rows they round."""
     can_skip_absent: bool = False
@@ -282,8 +283,8 @@ a float32, two nearly. They are only used by name."""
 TILED = frozenset({"amx_bf16"}) | SPLITTING
 """Instruction sets that multiply in AMX tiles, loaded from bf16 rows."""
 INTEGER = {"avx512_int8": "avx512", "amx_int8": "avx512", "avx2_vnni_int8": "avx2", "avx2_int8": "avx2"}
-"""Instruction sets that round rows to int8 for weights in integers (`core.stored.is_integer`), and the sets
-that they are for all else. They are only used by name."""
+"""Instruction sets that round rows to int8 for weights in integers (`core.weight_types.is_integer`), and
+the sets that they are for all else. They are only used by name."""
 BY_NAME = frozenset({*ROUNDING, *SPLITTING, *INTEGER})
 """Instruction sets that `auto` never takes."""
 

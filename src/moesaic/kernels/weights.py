@@ -32,7 +32,7 @@ class PointerTable:
     hidden: int
     width: int
     dtype_code: int
-    """`core.stored.expert_code` of their dtype."""
+    """`core.weight_types.expert_code` of their dtype."""
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ class DeviceTable:
     hidden: int
     width: int
     kinds: tuple[str, str]
-    """The types of gate and up, and of down, as `core.stored` or torch names them."""
+    """The types of gate and up, and of down, as `core.weight_types` or torch names them."""
     gate_line: int
     """Bytes of a row of gate and up."""
     down_line: int
@@ -82,7 +82,7 @@ class ExpertWeights:
     """[h] float32 each."""
     activation: Activation = field(default=SILU, kw_only=True)
     packed_dtype: str = field(default=COMPRESSED_DTYPE, kw_only=True)
-    """Type of experts that are uint8: one for which `core.stored.is_packed` holds."""
+    """Type of experts that are uint8: one for which `core.weight_types.is_packed` holds."""
     page_table: DeviceTable | None = field(default=None, kw_only=True)
     """A table on a GPU that has these experts, and that gets others when they take their places. None:
     `on_device` makes one."""

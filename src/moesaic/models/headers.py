@@ -125,7 +125,7 @@ class Headers:
         return place, replace(part, index=(0, *part.index[1:]))
 
     def reader(self, read_bytes: Callable[[Place], Bytes]) -> Callable[[Part], Array]:
-        """What `Matrix.packed` and `Matrix.floats` call. read_bytes: returns the bytes of a place."""
+        """What `Matrix.pack_rows` and `Matrix.floats` call. read_bytes: returns the bytes of a place."""
 
         def read(part: Part) -> Array:
             place, own_part = self.locate_part(part)

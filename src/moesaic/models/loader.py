@@ -316,7 +316,7 @@ class ExpertNames:
         return (*matrices, *self.biases(expert)) if self.form == BIASED_ROWS else matrices
 
     def bytes_of(self, dtype: str) -> int:
-        """Bytes of an expert's matrices in a type of core/stored.py."""
+        """Bytes of an expert's matrices in a type of core/weight_types.py."""
         inner, outer = split_dtype(dtype)
         return 2 * self.width * row_bytes(inner, self.hidden) + self.hidden * row_bytes(outer, self.width)
 
@@ -335,7 +335,7 @@ class ExpertNames:
 
 
 def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
-    """Type of a layer's first expert, as `core.stored.of_expert`; None: its gate is not quantised."""
+    """Type of a layer's first expert, as `core.weight_types.join_dtypes`; None: its gate is not quantised."""
     first, *_, last = (tensor for tensor in names.list_tensors(0) if len(tensor) == 3)
     matrix, down_matrix = checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
     if matrix is None or down_matrix is None:

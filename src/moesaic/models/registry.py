@@ -231,7 +231,7 @@ def quantised_type(raw: dict[str, Any]) -> str | None:
 
 def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `file_type`, a name of
-    core/stored.py."""
+    core/weight_types.py."""
     number = _dtype_in_memory(DTYPES.get(file_type, torch.bfloat16), device, kernels)
     if split_dtype(file_type)[0] in QUANTIZATIONS and (kernels.can_use_quantized or device.startswith("cpu")):
         return file_type if kernels.can_use_quantized else "float32"

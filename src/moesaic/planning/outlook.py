@@ -29,7 +29,7 @@ class Format:
     """What a model takes with its routed experts in one type."""
 
     name: str
-    """Type of the routed experts; see `core.stored.OF_EXPERTS`."""
+    """Type of the routed experts; see `core.weight_types.NATIVE_DTYPES`."""
     expert_bytes: float
     """Bytes of all routed experts."""
     other_bytes: float

@@ -30,8 +30,8 @@ AUTO_SHARE_CUDA = 0.9
 def check_memory(config: WorkerConfig, max_model_len: int) -> None:
     """Refuse a KV cache that cannot fit, before anything of its size or of the context's is allocated.
 
-    `cache_size_of` checks again, with the memory that the weights leave. Raises ConfigError for a cache that
-    is larger than the machine's memory, or too small for one request of the maximum length.
+    `compute_cache_size` checks again, with the memory that the weights leave. Raises ConfigError for a
+    cache that is larger than the machine's memory, or too small for one request of the maximum length.
     """
     device = select_device(config.model)
     path = files.resolve(config.model.model, config.model.revision)

@@ -330,7 +330,7 @@ def _measure_ratio(loaded_model: LoadedModel) -> float | None:
 class PacedRunner:
     """A `SegmentRunner` that holds each segment of a step until the modelled device would have finished.
 
-    It is a test instrument (`core.paced`).
+    It is a test instrument (`core.paced_devices`).
     """
 
     runner: SegmentRunner

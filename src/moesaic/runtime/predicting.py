@@ -32,7 +32,8 @@ class Predictor(Protocol):
         """Begin a step through that layer. It keeps nothing of `result`, so another step may begin.
 
         result: of the step of `plan`. new_tokens: its new tokens. The hidden states [p, h] of the new step
-        are those from which `Model.predicted` takes the token that may follow each entry of plan.sampled.
+        are those from which `Model.predict_token` takes the token that may follow each of
+        `plan.sampled_sequences`.
         """
         ...
 
@@ -48,8 +49,8 @@ class PredictionRunner(Protocol):
     def begin_prediction(self, batch: TokenBatch, hidden: torch.Tensor, rows: IntArray) -> Step:
         """Begin that layer after a step that `records` is true of.
 
-        batch: what `known_rows` returns, at least one row. hidden: [n, h] of all rows of the step, of which
-        those with these numbers go on. Nothing of it is kept.
+        batch: what `select_known_rows` returns, at least one row. hidden: [n, h] of all rows of the step,
+        of which those with these numbers go on. Nothing of it is kept.
         """
         ...
 

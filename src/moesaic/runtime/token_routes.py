@@ -117,8 +117,8 @@ class TokenRoutes:
     def _find_asking(self, plan: StepPlan) -> list[tuple[int, int, int, int]]:
         """The sampled sequences that ask for their routes.
 
-        Returns the index of each in `plan.sampled`, its request, and the start and stop of the rows from
-        which its tokens may be sampled.
+        Returns the index of each in `plan.sampled_sequences`, its request, and the start and stop of the
+        rows from which its tokens may be sampled.
         """
         stops = plan.batch.query_starts[plan.sampled_sequences + 1].tolist()
         num_drafted = plan.num_draft_tokens.tolist() or [0] * len(stops)

@@ -57,7 +57,7 @@ class Child:
     def wait(self, on_joined: OnJoined) -> int:
         """Wait for its end, or until it has lost its connection. Returns 0 once the cluster has shut it down.
 
-        on_joined: called when it has joined. Raises what `server.serve_once` raises.
+        on_joined: called when it has joined. Raises what `joining.server.serve_once` raises.
         """
         assert self.process.stdout is not None
         event = text = ""
@@ -130,7 +130,7 @@ class KeptChild:
         self._end()
 
     def __call__(self, joining: JoinOptions, secret: bytes, on_joined: OnJoined) -> int:
-        """Like `server.serve_once`, in a child process. It is the last one if that has stayed."""
+        """Like `joining.server.serve_once`, in a child process. It is the last one if that has stayed."""
         if self._child is None:
             self._child = start(joining, secret, keep=True)
         else:

@@ -114,7 +114,7 @@ def enlist(
     Raises SentAway if the cluster refuses it, and ConnectionLost.
     """
     capacity = joining.capacity or float(count_threads(joining))
-    # Kernels that the user chose are not compared with the cluster's (`cluster.instruction_sets`).
+    # Kernels that the user chose are not compared with the cluster's (`Members._instruction_set`).
     sets = [] if joining.kernels is not None else list(instruction_sets())
     experts_by_layer = {layer: list(experts) for layer, experts in (resident_experts or {}).items()}
     connection.send(

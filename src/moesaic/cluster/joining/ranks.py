@@ -24,7 +24,7 @@ LAST_WORD_SECONDS = 10.0
 def serve_once(
     joining: JoinOptions, secret: bytes, on_joined: OnJoined, on_lost: Callable[[str], None]
 ) -> int:
-    """Join, wait for a group and compute as its ranks, like `server.serve_once`.
+    """Join, wait for a group and compute as its ranks, like `joining.server.serve_once`.
 
     on_lost: called with the reason when the connection or the group ends after that. The process ends then,
     even in the middle of a step.

@@ -26,7 +26,7 @@ def serve_once(
     on_lost: Callable[[str], None],
     kept_model: KeptModel | None = None,
 ) -> int:
-    """Join as an attention worker or prefill worker and serve, like `server.serve_once`.
+    """Join as an attention worker or prefill worker and serve, like `joining.server.serve_once`.
 
     kept_model: has the weights that were loaded for the last cluster, and gets those of this one. None:
     nothing of a worker is kept. on_lost: called with the reason when the connection ends and nothing can be

@@ -13,8 +13,8 @@ After a decode step the layer that drafts tokens is replayed too, if the model h
 the step that count, in a bucket of their own.
 
 Where the experts are in this process, one graph is the whole step. Otherwise a graph ends at each request and
-at each merge, as the parts of `recorded.py` do. Where other processes share the attention, they record and
-replay their parts of it together with this one.
+at each merge, as the parts of `recorded_runner.py` do. Where other processes share the attention, they
+record and replay their parts of it together with this one.
 
 Question: How are decode steps recorded on a GPU (CUDA graphs)?
 """

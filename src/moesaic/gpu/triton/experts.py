@@ -4,7 +4,7 @@ Nothing is read back: the host knows neither how many rows an expert has nor whi
 product's grid has room for the most tiles that the pairs can need, and programs beyond the last tile end at
 once. So experts without rows cost nothing: the "group-shrink" of Expert-as-a-Service. Weights are read
 through a table of pointers, so they may lie anywhere that the device can read. An expert with an address of 0
-costs nothing either: with a table that changes (`ExpertWeights.pages`) each layer has what is there now.
+costs nothing either: with a table that changes (`ExpertWeights.page_table`) each layer has what is there now.
 """
 
 from __future__ import annotations

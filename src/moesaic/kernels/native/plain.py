@@ -57,8 +57,8 @@ def experts(
 
     table [3, E]: addresses of gate [w, h], up [w, h] and down [h, w] of each expert, 0 for an expert that is
     not here; or [6, E]: then also of their biases [w], [w] and [h] float32. size: (h, w). dtype_code: the
-    `core.stored.expert_code` of their dtype. Raises KeyError for an expert that is not here, and ValueError
-    for arrays that do not fit. After an error nothing has been written.
+    `core.weight_types.expert_code` of their dtype. Raises KeyError for an expert that is not here, and
+    ValueError for arrays that do not fit. After an error nothing has been written.
     """
     _native.gathered_experts(table, *size, dtype_code, parts, *numbers(activation))
 

@@ -42,7 +42,7 @@ class Block:
     size: int
     """Bytes of a block."""
     dtype: str
-    """The type of core.stored that holds the same numbers."""
+    """The type of core.weight_types that holds the same numbers."""
     read: Callable[[Bytes], Parts]
     """Called with blocks [n, size]. Returns codes [n, numbers], scales and offsets [n, groups]."""
 

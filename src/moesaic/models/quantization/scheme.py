@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class CodedMatrix:
-    """A matrix as codes, scales and offsets. See core.stored.Quantization."""
+    """A matrix as codes, scales and offsets. See core.weight_types.Quantization."""
 
     codes: Bytes
     """[rows, columns], one a byte."""

@@ -58,7 +58,7 @@ class Sizes:
 
     model: ModelSizes
     types: tuple[str, ...]
-    """Types of the experts, of `core.stored.OF_EXPERTS`."""
+    """Types of the experts, of `core.weight_types.NATIVE_DTYPES`."""
     dense: str
     """Type of all other matrices: "bfloat16" or "float32"."""
     cache: str

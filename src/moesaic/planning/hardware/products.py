@@ -49,8 +49,8 @@ class Sizes:
     """Number of experts of a row. Their answers are stored separately. With many rows these exceed the
     caches."""
     packed_type: str | None = None
-    """A type of core.stored.PACKED that is measured, if the kernels compute from it: compressed experts in
-    place of those in bf16, quantised ones beside the others."""
+    """A type of core.weight_types.PACKED that is measured, if the kernels compute from it: compressed
+    experts in place of those in bf16, quantised ones beside the others."""
 
     def with_experts(self, hidden: int, width: int, top_k: int, packed_type: str | None = None) -> Sizes:
         """The same sizes with a model's own experts, in such a number that no cache can hold them."""
@@ -84,7 +84,7 @@ class Rate:
 
     shape: Shape
     dtype: str
-    """Type of the weights, a name of core/stored.py. Rows are float32."""
+    """Type of the weights, a name of core/weight_types.py. Rows are float32."""
     rows: int
     """Number of rows that each matrix is multiplied with."""
     flops: float
@@ -248,7 +248,7 @@ def _randomize_like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def random_in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
-    """A matrix of random numbers in a type of `core.stored.OF_EXPERTS`."""
+    """A matrix of random numbers in a type of `core.weight_types.NATIVE_DTYPES`."""
     if kind in QUANTIZATIONS:
         return _quantize_random(kind, shape)
     if kind == COMPRESSED_DTYPE:

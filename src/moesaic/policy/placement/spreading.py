@@ -96,7 +96,7 @@ def on_one_host(
 ) -> int:
     """Number of the layer's experts that have several copies on these servers, all of them on one host.
 
-    hosts: as of `Hosts.where`. Returns 0 if all of these servers are on one host.
+    hosts: as `Hosts.host_of_server`. Returns 0 if all of these servers are on one host.
     """
     table = placement.table(layer)
     mask = np.zeros(

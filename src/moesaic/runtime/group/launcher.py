@@ -1,6 +1,7 @@
 """The processes of a group: the first rank of a host starts the others there, and they end with it.
 
-If one rank ends, the whole group ends. The first rank notices because its collectives fail, and `when_lost`
+If one rank ends, the whole group ends. The first rank notices because its collectives fail, and
+`explain_loss`
 reports it while the group is idle. The other ranks notice because their standard input ends, even in the
 middle of a step. A rank that writes no sign of life to its standard output is killed. The supervisor of the
 first rank starts a new group. It also ends the ranks of all hosts when those of one are gone.

@@ -9,7 +9,7 @@
 //   group: sign and mantissa of every number, one byte each; then the codes, two per byte
 // In a group, byte 16 j + i belongs to number 8 j + i, or to 32 + 8 j + i - 8 if i >= 8. Thus unpacking vectors of
 // bytes within lanes of 16 yields consecutive numbers. The low four bits of code byte q belong to byte q, the high ones
-// to byte q + 32. kernels/compressed.py writes this format. DFloat11 (Zhang et al. 2025) observed that exponents of
+// to byte q + 32. kernels/compressed_layout.py writes this format. DFloat11 (Zhang et al. 2025) observed that exponents of
 // trained weights need few bits; its codes have lengths by frequency.
 #pragma once
 

@@ -5,7 +5,7 @@
 // A row is stored in blocks of BLOCK numbers; the last one is shorter. A block is the scales of its groups (float32),
 // their offsets if the type has them (float32), and the codes, padded to whole groups. Codes of eight bits are in order.
 // With codes of four bits, 32 numbers take 16 bytes: the low half of byte i is number i, the high half number 16 + i.
-// kernels/quantized.py writes this layout, and core/stored.py says which types there are.
+// kernels/quantized_layout.py writes this layout, and core/weight_types.py says which types there are.
 #pragma once
 
 #include <cmath>

@@ -7,11 +7,11 @@
 
 namespace moesaic {
 
-// bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/stored.py has the same order.
+// bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/weight_types.py has the same order.
 enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16 };
 
 inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
-// Whether a number is an integer times a scale, plus an offset perhaps: core/stored.py says so too.
+// Whether a number is an integer times a scale, plus an offset perhaps: core/weight_types.py says so too.
 inline bool is_integer(Stored stored) { return is_quantized(stored) && stored != Stored::kFp8 && stored != Stored::kMxfp4; }
 
 // One matrix of a projection: out[n, columns] = rows[n, k] times weight[columns, k] transposed, plus bias.

@@ -12,7 +12,7 @@
 The paper leaves some things open. A request has one rank for all layers, so its scores are summed over
 layers. That makes a rank's number mean the same in all of them; `align` still looks for better numbers.
 Every term is a share (of all pairs of choices, of all choices, of a rank's fair load), so that the weights
-below are comparable. Token labels are those of `tokens.labelled`, since the paper's (line 54) cover only
+below are comparable. Token labels are those of `tokens.label_tokens`, since the paper's (line 54) cover only
 tokens of the sampled requests.
 
 If a profile has too few sampled requests, its most frequent token ids replace them.

@@ -21,7 +21,7 @@ from moesaic.policy.scheduling.sequence import Sequence
 Number = TypeVar("Number", bound=np.generic)
 NO_RUN = -1
 FIELDS = 7
-"""Lines of `UnitTable.columns`: token, position, context length, request, epoch, whether it is sampled, the
+"""Lines of `UnitTable._columns`: token, position, context length, request, epoch, whether it is sampled, the
 token after it."""
 
 
