@@ -32,8 +32,8 @@ def join(
 ) -> int:
     """Serve until the cluster shuts this process down. Returns the exit code 0.
 
-    serve_once: joins once and serves until the connection breaks, such as `joining.server.serve_once`. It calls its
-    argument once it has joined.
+    serve_once: joins once and serves until the connection breaks, such as `joining.server.serve_once`. It
+    calls its argument once it has joined.
     on_joined: called each time the process has joined, with the path of what it serves.
     on_lost: called each time the connection broke after that. The process then joins again, after DELAYS.
 
