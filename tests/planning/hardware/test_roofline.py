@@ -149,6 +149,7 @@ LINE = ["bench", "kernels", "demo", "--rows", "1", "70", "--context", "40", "--s
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "SIZE", 64)
     monkeypatch.setattr("moesaic.planning.hardware.roofline.READ_BYTES", 1 << 20)
+    monkeypatch.setattr("moesaic.planning.hardware.memory.choose_matrix_bytes", lambda free: 1 << 16)
     assert cli.main([*LINE, "--json", "--threads", "1", "--types", "mxfp4"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["threads"] == 1 and found["roofs"]["gb_per_s"] > 0
