@@ -98,7 +98,7 @@ class Timed:
             begun = time.thread_time()
             call(*arguments)
             self.seconds += time.thread_time() - begun
-            self.steps += name == "step"
+            self.steps += name == "record_step"
 
         return timed
 

@@ -185,8 +185,8 @@ def _model(path: Path) -> LLM:
 def _put(llm: LLM, kind: Any) -> Any:
     """An instance of `kind` in place of the model's experts."""
     runner, model = llm._worker._executor._runner, llm._worker._executor._model
-    runner.max_experts = kind(model.experts, model.kernels, runner.max_experts._rows)
-    return runner.max_experts
+    runner.experts = kind(model.experts, model.kernels, runner.experts._rows)
+    return runner.experts
 
 
 def _generate(llm: LLM, new: int) -> None:

@@ -74,8 +74,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.mark.parametrize("mix", [MIX, "latent, as Q4_K_M", "MXFP4", LINEAR, "linear and joint, as Q4_K_M"])
 def test_answers_are_those_of_the_dequantised_checkpoint(models: Models, mix: str) -> None:
-    plain = models[mix].parent / "plain"
-    assert answers(LLM(str(plain), threads=1, max_model_len=LONGEST)) == models.wanted(mix)
+    """A file has the decays of linear attention as -exp(A_log), which some CPUs round to another last bit."""
+    plain, tolerance = models[mix].parent / "plain", 1e-4 if "linear" in mix else 0.0
+    found = answers(LLM(str(plain), threads=1, max_model_len=LONGEST))
+    for (tokens, scores), (wanted_tokens, wanted_scores) in zip(found, models.wanted(mix), strict=True):
+        assert tokens == wanted_tokens
+        assert scores == pytest.approx(wanted_scores, rel=tolerance, abs=tolerance)
 
 
 def test_a_worker_says_in_which_types_it_holds_weights(models: Models) -> None:

@@ -116,7 +116,7 @@ def watch_server() -> None:
     watch.wrap(server.ExpertServer, "_run", "pre-processing")
     watch.wrap(server.ExpertServer, "_answer", "post-processing")
     watch.wrap(expert_server.ExpertServerScheduler, "next_run", "schedule")
-    watch.wrap(expert_server.ExpertServerScheduler, "arrived", "schedule")
+    watch.wrap(expert_server.ExpertServerScheduler, "add_call", "schedule")
     watch.wrap(native_backend.NativeBackend, "run", "execution")
     watch.wrap(server, "wait", "waiting")
     watch.by_layer(server.ExpertServer, "_run", lambda _, run, started: int(run.layer))
@@ -139,7 +139,7 @@ def watch_worker() -> None:
     for scheduler in (lockstep.LockstepScheduler, barrier.BarrierScheduler, asynchronous.AsyncScheduler):
         watch.wrap(scheduler, "handle", "schedule")
     for module in (lockstep, unit):
-        watch.wrap(module, "step_plan", "page table")
+        watch.wrap(module, "plan_step", "page table")
     watch.wrap(unit.UnitTable, "plan", "page table")
     for name in ("allocate", "commit", "free"):
         watch.wrap(kvblocks.KVBlocks, name, "page table")

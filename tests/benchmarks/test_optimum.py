@@ -14,7 +14,7 @@ from rich.console import Console
 def test_ours_is_below_the_optimum_and_that_below_the_bound() -> None:
     arguments = Namespace(seconds=60.0, bound_rounds=50)
     layers = optimum.small(6, 2, 12, 0)
-    assert [len(counts.known) for counts in layers] == [12] * optimum.LAYERS
+    assert [len(counts.known_tokens) for counts in layers] == [12] * optimum.LAYERS
     found = optimum.solved(layers[0], 6, 2, arguments)
     assert found is not None
     assert 0.5 < found.ours <= found.optimum + 1e-6 <= found.bound + 1e-6

@@ -228,7 +228,7 @@ def test_a_process_solves_it(alone: Alone, live: LivePlacement) -> None:
     found = ended(live, job_of(alone, "sem-moe"), 1.0)
     assert found is not None, live.status.state
     assert isinstance(found.placement, Placement) and found.placement.is_complete
-    assert live.status.solves == 1 and live.status.last and found.after.local > 0
+    assert live.status.solves == 1 and live.status.last and found.new_forecast.local > 0
     assert live.take(9.0, job_of(alone, "sem-moe"), lambda: TRAFFIC) is None, "nothing was recorded since"
 
 

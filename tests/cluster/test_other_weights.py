@@ -77,7 +77,7 @@ def test_a_joiner_with_zeroed_experts_is_refused_on_both_sides(
 PRETENDING = """
 import sys
 from moesaic.models import fingerprint
-fingerprint.of = lambda path: {same!r}
+fingerprint.compute_fingerprint = lambda path: {same!r}
 from moesaic.commands.cli import main
 sys.exit(main(sys.argv[1:]))
 """

@@ -87,9 +87,9 @@ def test_the_same_bits_as_in_one_process(shape: str) -> None:
         served.submit(*workload())
         assert served.finish() == alone(*workload())
         nothing_is_left(served)
-        served.until(lambda: served.stats.transfers.received == 6)
+        served.until(lambda: served.stats.transfers.received_requests == 6)
         transfers = served.stats.transfers
-        assert transfers.failed == 0 and transfers.sent == transfers.received
+        assert transfers.failed_transfers == 0 and transfers.sent_requests == transfers.received_requests
         every = sum(LENGTHS[i] for i in (2, 3, 5, 6, 7)) + 150
         assert every - 96 <= transfers.received_tokens <= every  # 96 tokens may be in the prefix cache
         assert transfers.sent_bytes and transfers.sent_seconds
@@ -101,7 +101,7 @@ def test_every_cache_type_travels(cache: str) -> None:
         served.submit(*workload())
         assert served.finish() == alone(*workload(), kv_cache_dtype=cache)
         nothing_is_left(served)
-        served.until(lambda: served.stats.transfers.received == 6)
+        served.until(lambda: served.stats.transfers.received_requests == 6)
 
 
 EARLY = list(itertools.product(("float32", "int8"), ("lockstep", "async")))
@@ -119,7 +119,7 @@ def test_layers_travel_while_others_are_computed(cache: str, schedule: str) -> N
         served.submit(*asked)
         assert served.finish() == alone(*asked, kv_cache_dtype=cache)
         nothing_is_left(served)
-        served.until(lambda: served.stats.transfers.received == 4)
+        served.until(lambda: served.stats.transfers.received_requests == 4)
         transfers = served.stats.transfers
         assert 0 < transfers.early_bytes < transfers.sent_bytes
 
@@ -141,8 +141,8 @@ def test_kv_of_all_ranks_travels(shape: str) -> None:
         served.submit(*workload())
         same(served.finish(), alone(*workload()))
         nothing_is_left(served)
-        served.until(lambda: served.stats.transfers.received == 6)
-        assert served.stats.transfers.failed == 0
+        served.until(lambda: served.stats.transfers.received_requests == 6)
+        assert served.stats.transfers.failed_transfers == 0
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_states_and_latents_travel(family: str, schedule: str, checkpoints: dict
         served.submit(*of_family(longest))
         assert served.finish() == of_one_process(path, longest)
         nothing_is_left(served)
-        served.until(lambda: served.stats.transfers.received == 8)
+        served.until(lambda: served.stats.transfers.received_requests == 8)
 
 
 class DuringTransfer:
@@ -261,14 +261,14 @@ def test_without_a_prefill_worker_the_others_compute_prompts(monkeypatch: pytest
     with prefill_cluster(expert_servers=0) as served:
         served.submit(*workload())
         served.finish()
-        served.until(lambda: served.stats.transfers.sent == 6)  # told a little later
+        served.until(lambda: served.stats.transfers.sent_requests == 6)  # told a little later
         monkeypatch.setattr("moesaic.cluster.launcher.spawn_worker", no_process)
         os.kill(served.pid("prefill worker 0"), signal.SIGKILL)
         served.until(lambda: served.supervisor.status()[-1].stage != "serving")
-        before = served.stats.transfers.sent
+        before = served.stats.transfers.sent_requests
         served.submit(*workload())
         assert served.finish()[len(LENGTHS) + 1 :] == alone(*workload())
-        assert served.stats.transfers.sent == before
+        assert served.stats.transfers.sent_requests == before
 
 
 @pytest.mark.parametrize("count", pairs.some([1, 2], [1]))
@@ -303,11 +303,11 @@ def test_the_statistics_of_each_worker_have_its_name() -> None:
     with prefill_cluster(expert_servers=0) as served:
         served.submit(*workload())
         served.finish()
-        served.until(lambda: served.stats.transfers.received == 6)
+        served.until(lambda: served.stats.transfers.received_requests == 6)
         workers = served.supervisor.worker_stats()
         assert set(workers) == {"attention worker 0", "prefill worker 0"}
-        assert workers["attention worker 0"].transfers.received == 6
-        assert workers["prefill worker 0"].transfers.received == 0
+        assert workers["attention worker 0"].transfers.received_requests == 6
+        assert workers["prefill worker 0"].transfers.received_requests == 0
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_scores_of_prompts_and_forms_of_answers_are_those_of_one_process(drafts:
                 if output.finished:
                     open_requests.discard(output.request_id)
         deadline = time.monotonic() + PATIENCE
-        while launched.connection.stats().transfers.received < 3:  # type: ignore[attr-defined]
+        while launched.connection.stats().transfers.received_requests < 3:  # type: ignore[attr-defined]
             assert time.monotonic() < deadline
             launched.connection.receive(0.1)
     alone = LLM("demo", threads=1, kv_cache_memory="64MiB").generate(asked, params)

@@ -102,7 +102,7 @@ def test_rows_that_a_prefix_cache_spares_are_left_out(tmp_path: Path) -> None:
         for _ in range(2):
             served.submit([prompt], [params])
             served.finish()
-        served.until(lambda: served.stats.transfers.received == 2)
+        served.until(lambda: served.stats.transfers.received_requests == 2)
     whole, rest = sorted(routed(Profile.load(tmp_path / "p.npz")).items(), key=lambda one: -len(one[0]))
     assert len(whole[0]) == len(prompt) + 4 and whole[0][: len(prompt)] == tuple(prompt)
     assert len(rest[0]) == len(prompt) + 4 - 192, "twelve blocks of 200 tokens"

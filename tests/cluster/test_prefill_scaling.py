@@ -54,7 +54,7 @@ def test_prefill_workers_come_and_go_during_traffic(schedule: str) -> None:
         report = served.supervisor.report()
         found = report.counters.moved_requests, report.counters.process_deaths, served.broken_off
         assert found == (0, 0, 0), report.failures
-        assert served.stats.transfers.failed == 0
+        assert served.stats.transfers.failed_transfers == 0
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_one_that_was_given_up_is_replaced_by_command() -> None:
         assert [one.name for one in served.supervisor.status()] == ["attention worker 0", "prefill worker 1"]
         served.submit(*workload())
         assert served.finish() == alone(*workload())
-        served.until(lambda: served.stats.transfers.received == 6)
+        served.until(lambda: served.stats.transfers.received_requests == 6)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ door = join_listener.JoinListener("tcp:127.0.0.1:0", {secret!r}, lambda one: pri
 print(door.address, flush=True)
 sys.stdin.read()
 door.close()
-print(door.dropped, flush=True)
+print(door.num_dropped, flush=True)
 """
 
 

@@ -80,10 +80,12 @@ def switched_off(block: Any) -> dict[str, Any]:
             found[field] = replace(
                 block, attention_part=replace(part, **{field: change(getattr(part, field))})
             )
-    for field in ("query", "key", "value", "out", "latent", "query_down"):
+    for field in ("query", "key", "value", "out_proj", "latent", "query_down"):
         if getattr(getattr(part, field, None), "bias", None) is not None:
             plain = replace(getattr(part, field), bias=None)
-            found[f"{field}_bias"] = replace(block, attention_part=replace(part, **{field: plain}))
+            found[f"{field.removesuffix('_proj')}_bias"] = replace(
+                block, attention_part=replace(part, **{field: plain})
+            )
     if block.dense_part is not None:
         found["dense" if block.router is None else "shared"] = replace(block, dense_part=None)
     if block.router is not None:

@@ -167,7 +167,7 @@ LLM(path, threads=1, max_model_len=64).generate([[1, 2, 3]], SamplingParams(max_
 open("/proc/self/clear_refs", "w").write("5")
 before = told("VmRSS")
 offload = Offload(1 << 30, "cgopipe", micro_batch=8, micro_batches=2, prefill_rows=prefill, logit_rows=8,
-                  padded=padded)
+                  padded_prompt_len=padded)
 seats = dict(max_num_seqs=16, max_num_batched_tokens=2048, kv_cache_memory="4MiB", max_model_len=512)
 llm = LLM(path, threads=1, offload=offload, **seats)
 params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)

@@ -71,7 +71,7 @@ class RecordedAnswers:
             self.last.append(self.submitted)
         return self.submitted
 
-    def complete(self, number: int) -> bool:
+    def is_complete(self, number: int) -> bool:
         return not self.missing.get(number, 0)
 
     def arrivals(self) -> list[tuple[int, IntArray]]:
@@ -106,7 +106,7 @@ class RecordedAnswers:
 
     def enter_barrier(self, work: bool) -> None: ...
 
-    def poll_barrier(self) -> bool:
+    def has_passed_barrier(self) -> bool:
         opened, self.opened = self.opened, False
         return opened
 
@@ -114,9 +114,9 @@ class RecordedAnswers:
 class Silent:
     """Reports that go nowhere."""
 
-    def admitted(self, action: Admit) -> None: ...
+    def on_admitted(self, action: Admit) -> None: ...
 
-    def tokens(self, action: Emit) -> None: ...
+    def on_tokens(self, action: Emit) -> None: ...
 
 
 class Replay:

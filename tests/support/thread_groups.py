@@ -48,8 +48,8 @@ class Threads:
     def starting(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def why(self, lost: ConnectionLost) -> ConnectionLost:
-        return lost
+    def explain_loss(self, error: ConnectionLost) -> ConnectionLost:
+        return error
 
     def close(self) -> None:
         self.ends[0].close()

@@ -104,7 +104,7 @@ class UnitTable:
         return plan
 
     def plan(self, number: int, slots: IntArray) -> StepPlan:
-        """The plan of a later run. It equals the one that `step_plan` would make."""
+        """The plan of a later run. It equals the one that `plan_step` would make."""
         # Units with several rows or with scores are rare, so only plain ones have the fast path of arrays.
         if not self._plain[slots].all():
             return self._plan_units(number, slots)
