@@ -188,7 +188,14 @@ EDGES: dict[str, tuple[str, ...]] = {
     "runtime": (
         "core.gpu_parts",
         *("config", "core", "experts.answer_check", "experts.client", "experts.connector"),
-        *("cost.curves", "experts.measuring", "experts.observer", "experts.pacing", "experts.remote"),
+        *(
+            "cost.curves",
+            "cost.reading",
+            "experts.measuring",
+            "experts.observer",
+            "experts.pacing",
+            "experts.remote",
+        ),
         *(
             "kernels",
             "models.kvcache",
@@ -368,6 +375,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
         *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine
         "runtime.cache_size",  # the share of memory that a cache takes
+        *("runtime.fitting", "runtime.quick_fit"),  # whether a model fits
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded_worker",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "trace.parts", "transport.base", "transport.secret"),
@@ -463,6 +471,7 @@ LATE_IMPORTS = {
     "commands.groups": "as in cli",
     "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
     "commands.settings": "only --config needs PyYAML",
+    "commands.starting": "only a plan needs torch, and a process of its own makes it",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "cluster.joining.__main__": "only a worker needs torch, which takes seconds to import",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import deque
@@ -21,11 +22,13 @@ from moesaic.engine import Engine
 from moesaic.models import files
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
+from moesaic.runtime.fitting import fit
 from moesaic.runtime.worker import Journal
 from moesaic.text.structured.grammar import check
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.transport.local import local_pair
 
+LOG = logging.getLogger(__name__)
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 Message = Mapping[str, Any]
@@ -87,7 +90,7 @@ class LLM:
         config = _worker_config(model, settings)
         if routing is not None:
             _check_routing(config)
-        config = config if trace is None else replace(config, trace=trace)
+        config = _fit(config if trace is None else replace(config, trace=trace))
         path = files.resolve(model, config.model.revision)
         tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
         self._defaults = files.generation_defaults(path)
@@ -250,6 +253,20 @@ def _worker_config(model: str, settings: Mapping[str, Any]) -> WorkerConfig:
         ParallelConfig(**select_settings(ParallelConfig)),
         offload=settings.get("offload"),
     )
+
+
+def _fit(config: WorkerConfig) -> WorkerConfig:
+    """The settings with which the model fits into memory. A lower maximum length is logged as a warning.
+
+    Raises ConfigError for a model that does not fit.
+    """
+    fitted = fit(config)
+    if fitted.streamed is not None:
+        choices = "a smaller model, or serve and run-batch, which read experts from the disk"
+        raise ConfigError(f"model: {fitted.notice}; allowed: {choices}")
+    if fitted.notice:
+        LOG.warning("%s", fitted.notice)
+    return fitted.config
 
 
 def _check_routing(config: WorkerConfig) -> None:

@@ -12,6 +12,7 @@ from moesaic import LLM
 from moesaic.core.errors import ConfigError
 from moesaic.models import registry
 from moesaic.runtime import cache_size
+from moesaic.runtime.fitting import Fit
 from moesaic.testing import byte_tokenizer
 
 
@@ -47,9 +48,21 @@ def test_a_context_longer_than_memory(size: str, tmp_path: Path) -> None:
     path = tiny_models.save(tiny_models.build(*model_configs.CASES["mixtral-linear"]), tmp_path)
     byte_tokenizer(path)
     tiny_models.edit(path, max_position_embeddings=2**31 - 1)
-    said = refused(str(path), kv_cache_memory=size)
-    assert f"--kv-cache-memory: {size}" in said
-    assert "less than one request of the maximum length 2147483647; allowed: at least " in said
+    said = refused(str(path), kv_cache_memory=size, max_model_len=2**31 - 1)
+    assert said.startswith("--max-model-len: got 2147483647; allowed: at most ")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_worker_refuses_a_context_longer_than_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker of another host has the settings that it gets."""
+    path = tiny_models.save(tiny_models.build(*model_configs.CASES["mixtral-linear"]), tmp_path)
+    byte_tokenizer(path)
+    monkeypatch.setattr("moesaic.llm.fit", Fit)
+    said = refused(str(path), kv_cache_memory="1KiB")
+    assert "--kv-cache-memory: 1KiB" in said
+    assert "less than one request of the maximum length 192; allowed: at least " in said
 
 
 def test_memory_that_runs_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,15 @@ from rich.console import Console
 
 from moesaic.commands.client_options import Chat
 from moesaic.commands.conversation import Answer, Conversation
-from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from moesaic.commands.starting import settle
+from moesaic.config import (
+    CacheConfig,
+    ClusterConfig,
+    ModelConfig,
+    OffloadConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.server.client import Chunk, Client
 from moesaic.trace import logs
@@ -106,6 +114,7 @@ async def _open_conversation(options: Chat) -> AsyncIterator[Conversation]:
 
     model = ModelConfig(options.target, max_model_len=options.max_model_len, threads=options.threads)
     worker = WorkerConfig(model, CacheConfig(), SchedulerConfig(max_num_seqs=1), log_level="warning")
+    worker, _ = settle(worker, ClusterConfig(), OffloadConfig())
     local = serving(worker, (options.target,), chat_template=options.chat_template)
     with Console(stderr=True).status(f"loading {options.target}"):
         server = await local.__aenter__()

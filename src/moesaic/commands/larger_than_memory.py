@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rich.console import Console
@@ -13,6 +16,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.planning.serving import estimate_job, plan_server
+from moesaic.runtime.fitting import fit
 from moesaic.runtime.model_loading import count_gpus
 from moesaic.runtime.offloaded_worker import paged_layout
 from moesaic.trace.options import RecordConfig
@@ -47,6 +51,53 @@ def plan_server_worker(
     text = offload_report.describe_plan(worker_plan, estimate_job(worker))
     console.print(text, soft_wrap=True, highlight=False, markup=False)
     return worker_plan.worker
+
+
+def settle(
+    worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
+) -> tuple[WorkerConfig, OffloadConfig]:
+    """The settings of a server on this machine: as they are, or with shorter requests, or with a plan.
+
+    Says on stderr what differs from the flags. A plan is made for --fast-memory, and where the model does not
+    fit. Raises ConfigError where it cannot be made.
+    """
+    fitted_worker, fitted_offload = fit_to_memory(worker, cluster, offload)
+    if fitted_offload.fast_memory is None or cluster.resolve().expert_servers:
+        return fitted_worker, fitted_offload
+    with explain_automatic_plan(offload, fitted_offload):
+        return plan_server_worker(fitted_worker, cluster, fitted_offload, record), fitted_offload
+
+
+def fit_to_memory(
+    worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig
+) -> tuple[WorkerConfig, OffloadConfig]:
+    """The settings with which the model fits: with a lower --max-model-len, or with --fast-memory.
+
+    Says on stderr what differs. Raises ConfigError for lengths and models that cannot fit.
+    """
+    if offload.fast_memory is not None:
+        return worker, offload
+    fitted = fit(worker, cluster)
+    fast_memory = None if fitted.streamed is None else f"{fitted.streamed >> 20}MiB"
+    if fitted.notice:
+        way = f"; experts are read from the disk, as with --fast-memory {fast_memory}"
+        print(f"moesaic: {fitted.notice}{way if fast_memory else ''}", file=sys.stderr, flush=True)
+    return fitted.config, replace(offload, fast_memory=fast_memory)
+
+
+@contextmanager
+def explain_automatic_plan(given: OffloadConfig, fitted: OffloadConfig) -> Iterator[None]:
+    """Code that plans. Where nobody gave --fast-memory, errors say why a plan was made."""
+    try:
+        yield
+    except ConfigError as error:
+        if given.fast_memory is not None:
+            raise
+        size = fitted.fast_memory
+        raise ConfigError(
+            f"model: it does not fit into memory, and --fast-memory {size}, which reads experts from "
+            f"the disk, is refused: {error}"
+        ) from error
 
 
 def find_machine(worker: WorkerConfig, offload: OffloadConfig) -> tuple[Hardware, int]:

@@ -40,14 +40,17 @@ def run(
     """Answer the lines that have no result yet, and print a summary. Returns the exit code."""
     logs.set_up("run-batch", worker.log_level)
     worker_plan = None
+    given_offload = offload
+    worker, offload = larger_than_memory.fit_to_memory(worker, cluster, offload)
     with announce_trace(worker.trace), announce_routing(record):
         if offload.fast_memory is None or cluster.resolve().expert_servers:
             worker, processes = without_plan(worker, cluster, offload)
             summary = batch.run(options, worker, processes, record)
         else:
-            larger_than_memory.check_levels(cluster.resolve(), record)
-            descriptors.prepare(worker.parallel.tensor_parallel_size)
-            worker_plan = _plan_lines(options, worker, offload)
+            with larger_than_memory.explain_automatic_plan(given_offload, offload):
+                larger_than_memory.check_levels(cluster.resolve(), record)
+                descriptors.prepare(worker.parallel.tensor_parallel_size)
+                worker_plan = _plan_lines(options, worker, offload)
             summary = batch.run(options, worker if worker_plan is None else worker_plan.worker)
     return _finish(summary, worker, worker_plan, as_json)
 

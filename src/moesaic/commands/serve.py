@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
-from multiprocessing.connection import Connection as PipeConnection
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ from moesaic import __version__
 from moesaic.cluster.joining import standby
 from moesaic.cluster.launch import LaunchedEngine, check, launch
 from moesaic.commands.announce import Announcer
-from moesaic.commands.starting import without_plan
+from moesaic.commands.starting import settle, without_plan
 from moesaic.commands.tracing import announce_routing, announce_trace
 from moesaic.config import (
     ClusterConfig,
@@ -33,7 +31,7 @@ from moesaic.config import (
     WorkerConfig,
 )
 from moesaic.core.cluster_status import ClusterStatus
-from moesaic.core.errors import ConfigError, EngineDeadError, MoesaicError
+from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.server.hosts import Hosts, is_loopback
 from moesaic.server.listener import bind
@@ -92,11 +90,10 @@ def run(
     logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
     _check_packages(server.otlp_traces_endpoint)
+    config, offload = settle(config, cluster, offload, record)
     processes: ClusterConfig | None = None
-    if offload.fast_memory is None or cluster.resolve().expert_servers:
+    if config.offload is None:
         config, processes = without_plan(config, cluster, offload)
-    else:
-        config = _plan_in_child(config, cluster, offload, record)
     if processes is not None and processes.standby_for is not None:
         with _stoppable():
             stand_by(config, processes, server, record, as_json)
@@ -117,47 +114,6 @@ def run(
         ) as launched_engine,
     ):
         return _serve(launched_engine, listener, names, server, limits, cors, as_json)
-
-
-def _plan_in_child(
-    config: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
-) -> WorkerConfig:
-    """The settings of a worker with a plan for its memory.
-
-    A process of its own plans, since that needs torch, which would stay in this process's memory.
-    """
-    # A forked process would have this one's signal handlers and open files.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_plan, args=(sender, config, cluster, offload, record), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        result: WorkerConfig | MoesaicError = receiver.recv()
-    except EOFError as error:
-        child.join()
-        raise EngineDeadError(f"the process that plans ended with code {child.exitcode}") from error
-    child.join()
-    if isinstance(result, MoesaicError):
-        raise result
-    return result
-
-
-def _plan(
-    pipe: PipeConnection,
-    config: WorkerConfig,
-    cluster: ClusterConfig,
-    offload: OffloadConfig,
-    record: RecordConfig,
-) -> None:
-    """Send the settings, or the error that says why there are none. Ends with the process that waits."""
-    with suppress(KeyboardInterrupt, BrokenPipeError):
-        from moesaic.commands import larger_than_memory
-
-        try:
-            pipe.send(larger_than_memory.plan_server_worker(config, cluster, offload, record))
-        except MoesaicError as error:
-            pipe.send(error)
 
 
 @contextmanager

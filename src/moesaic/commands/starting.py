@@ -1,16 +1,21 @@
-"""What a command does before it starts the processes of a cluster: expert servers on NUMA nodes, the limit of
-open files, and a warning of too many processes."""
+"""What a command does before it starts the processes of a cluster: a plan for a model that does not fit into
+memory, expert servers on NUMA nodes, the limit of open files, and a warning of too many processes."""
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from multiprocessing.connection import Connection as PipeConnection
 
 from moesaic.cluster import numa
 from moesaic.commands import descriptors
 from moesaic.config import ClusterConfig, Device, OffloadConfig, WorkerConfig, parse_bytes
-from moesaic.core.errors import ConfigError
+from moesaic.core.errors import ConfigError, EngineDeadError, MoesaicError
+from moesaic.runtime import quick_fit
 from moesaic.runtime.machine import NVIDIA, cores
+from moesaic.trace.options import RecordConfig
 
 MOST_PER_CORE = 4
 """Processes for each core, above which a command warns."""
@@ -53,6 +58,53 @@ def without_plan(
             raise ConfigError.field("--device", "cuda", "cpu with --fast-memory and --expert-servers")
         worker = replace(worker, server_memory=parse_bytes("--fast-memory", offload.fast_memory))
     return worker, prepare_cluster(cluster, worker.model.device)
+
+
+def settle(
+    worker: WorkerConfig,
+    cluster: ClusterConfig,
+    offload: OffloadConfig,
+    record: RecordConfig = RecordConfig(),
+) -> tuple[WorkerConfig, OffloadConfig]:
+    """The settings with which the model fits into memory: see `larger_than_memory.settle`.
+
+    A process of its own decides, since that needs torch, which would stay in this process's memory. Where the
+    sizes of the files tell that all fits, none is started.
+    """
+    if offload.fast_memory is None and quick_fit.surely_fits(worker, cluster):
+        return worker, offload
+    # A forked process would have this one's signal handlers and open files.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_settle, args=(sender, worker, cluster, offload, record), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        result: tuple[WorkerConfig, OffloadConfig] | MoesaicError = receiver.recv()
+    except EOFError as error:
+        child.join()
+        raise EngineDeadError(f"the process that plans ended with code {child.exitcode}") from error
+    child.join()
+    if isinstance(result, MoesaicError):
+        raise result
+    return result
+
+
+def _settle(
+    pipe: PipeConnection,
+    worker: WorkerConfig,
+    cluster: ClusterConfig,
+    offload: OffloadConfig,
+    record: RecordConfig,
+) -> None:
+    """Send the settings, or the error that says why there are none. Ends with the process that waits."""
+    with suppress(KeyboardInterrupt, BrokenPipeError):
+        from moesaic.commands import larger_than_memory
+
+        try:
+            pipe.send(larger_than_memory.settle(worker, cluster, offload, record))
+        except MoesaicError as error:
+            pipe.send(error)
 
 
 def on_nodes(cluster: ClusterConfig, device: Device) -> ClusterConfig:

@@ -58,6 +58,34 @@ def compute_cache_size(
     return _size(config, loaded_model.model.spec, loaded_model.device, max_model_len, kv_dtype, free)
 
 
+def bytes_of_request(config: WorkerConfig, spec: ModelSpec, kv_dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of a cache that holds one request of so many tokens, and nothing else."""
+    block_size = config.cache.block_size
+    block_bytes = block_size * bytes_per_token(spec.kv, spec.kv_layers, kv_dtype)
+    return -(-tokens // block_size) * block_bytes + _least_states(config, spec)
+
+
+def count_tokens(config: WorkerConfig, spec: ModelSpec, kv_dtype: torch.dtype, num_bytes: int) -> int:
+    """Tokens of the longest request that a cache of so many bytes holds."""
+    block_size = config.cache.block_size
+    block_bytes = block_size * bytes_per_token(spec.kv, spec.kv_layers, kv_dtype)
+    num_blocks = max(0, num_bytes - _least_states(config, spec)) // block_bytes
+    # What is left over beside the blocks may hold another snapshot, which then takes some of them.
+    while num_blocks and _states(config, spec, num_bytes - num_blocks * block_bytes)[2] > (
+        num_bytes - num_blocks * block_bytes
+    ):
+        num_blocks -= 1
+    return num_blocks * block_size
+
+
+def _least_states(config: WorkerConfig, spec: ModelSpec) -> int:
+    """The least bytes beside KV blocks that are enough for the states which they give room to."""
+    num_bytes = 0
+    while (needed := _states(config, spec, num_bytes)[2]) > num_bytes:
+        num_bytes = needed
+    return num_bytes
+
+
 def make_block_pool(cache: CacheConfig, size: CacheSize, padded_tokens: int | None = None) -> KVBlocks:
     """A worker's pool. padded_tokens: tokens that each prompt is padded to; None means no padding."""
     arguments = size.num_blocks, cache.block_size, cache.enable_prefix_caching
@@ -83,7 +111,7 @@ def _size(
         if device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
             budget //= ranks
     else:
-        budget = _given_bytes(config, device) // ranks
+        budget = given_bytes(config, device) // ranks
     seats, snapshots, state_room = _states(config, spec, budget - per_request * block_bytes)
     left = max(0, budget - state_room)
     num_blocks = (
@@ -112,7 +140,7 @@ def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, in
     return seats, snapshots, seats * seat + (1 + seats + snapshots) * page
 
 
-def _given_bytes(config: WorkerConfig, device: torch.device) -> int:
+def given_bytes(config: WorkerConfig, device: torch.device) -> int:
     """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
     num_bytes = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
     max_bytes = total_memory()

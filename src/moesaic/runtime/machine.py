@@ -83,8 +83,18 @@ def total_memory() -> int:
 
 
 def _cgroup_left() -> int | None:
-    """Bytes left below the memory limit of this control group (version 2), or None without a limit."""
+    """Bytes left below the memory limit of this control group (version 2), or None without a limit.
+
+    Pages of files count as left, as in MemAvailable, since the kernel drops them when memory is needed.
+    """
     limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
     if not limit.is_file() or not current.is_file() or limit.read_text().strip() == "max":
         return None
-    return max(0, int(limit.read_text()) - int(current.read_text()))
+    return max(0, int(limit.read_text()) - int(current.read_text()) + _cgroup_file_pages())
+
+
+def _cgroup_file_pages() -> int:
+    """Bytes of files that this control group has in memory, without shared memory."""
+    stat = _CGROUP / "memory.stat"
+    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))

@@ -1,0 +1,46 @@
+"""Tells cheaply, and without torch, that a model fits into memory with its longest requests."""
+
+from __future__ import annotations
+
+from moesaic.config import ClusterConfig, WorkerConfig
+from moesaic.core.errors import MoesaicError
+from moesaic.cost.reading import read
+from moesaic.models import files
+from moesaic.runtime.machine import available_memory
+
+MOST_GROWTH = 2
+"""Bytes of weights in memory for each byte of the files, at most: 16 bits become float32."""
+PROCESS_BYTES = 1 << 30
+"""More than a process has of libraries and rows."""
+CACHE_SHARE = 0.4
+"""`cache_size.AUTO_SHARE`, which is beside torch."""
+
+
+def resolve_processes(config: WorkerConfig, cluster: ClusterConfig | None) -> ClusterConfig:
+    """The processes of `cluster`; None: one worker with the ranks of `config`."""
+    return ClusterConfig(**vars(config.parallel)) if cluster is None else cluster.resolve()
+
+
+def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> bool:
+    """Whether `fitting.fit` would certainly change nothing. False: only headers of the files tell."""
+    cluster = resolve_processes(config, cluster)
+    path = files.resolve(config.model.model, config.model.revision)
+    weight_files = [
+        file for file in files.model_files(path) if file.suffix in files.WEIGHTS and file.is_file()
+    ]
+    workers = cluster.attention_workers + cluster.prefill_workers
+    processes = workers * cluster.tensor_parallel_size + cluster.expert_servers
+    weights = workers * MOST_GROWTH * sum(file.stat().st_size for file in weight_files)
+    left = available_memory() - weights - processes * PROCESS_BYTES
+    if config.cache.kv_cache_memory != "auto" or left <= 0:
+        return False
+    try:
+        raw = {key: value for key, value in files.read_config(path).items() if key != "quantization_config"}
+        sizes = read(raw, config.model.model)
+    except MoesaicError:
+        return False  # the loader says what is wrong
+    longest = config.model.max_model_len or raw.get("max_position_embeddings", 1 << 40)
+    if not isinstance(longest, int):
+        return False
+    cache = workers * (longest * sizes.layers * sizes.cache(1, 4.0) + sizes.seat + 2 * sizes.page)
+    return bool(cache <= CACHE_SHARE * left)
