@@ -363,7 +363,7 @@ def worker_of(pid: int) -> int:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--kv-cache-memory", "1KiB"), "--kv-cache-memory: 1KiB"),
+        (("--kv-cache-memory", "1KiB"), "--kv-cache-memory: got '1KiB'; allowed: at least "),
         (("--max-model-len", "123456789"), "--max-model-len: got 123456789; allowed: at most"),
     ],
 )

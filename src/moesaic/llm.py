@@ -260,13 +260,13 @@ def _fit(config: WorkerConfig) -> WorkerConfig:
 
     Raises ConfigError for a model that does not fit.
     """
-    fitted = fit(config)
-    if fitted.streamed is not None:
+    memory_fit = fit(config)
+    if memory_fit.streamed_bytes is not None:
         choices = "a smaller model, or serve and run-batch, which read experts from the disk"
-        raise ConfigError(f"model: {fitted.notice}; allowed: {choices}")
-    if fitted.notice:
-        LOG.warning("%s", fitted.notice)
-    return fitted.config
+        raise ConfigError(f"model: {memory_fit.notice}; allowed: {choices}")
+    if memory_fit.notice:
+        LOG.warning("%s", memory_fit.notice)
+    return memory_fit.config
 
 
 def _check_routing(config: WorkerConfig) -> None:

@@ -67,8 +67,8 @@ def check_fits(config: WorkerConfig, cluster: ClusterConfig, mib: float, longest
     except ConfigError as error:
         message = str(error)
         return "refused" if "of memory are available; allowed: a smaller model" in message else message
-    if fitted.streamed is not None:
-        assert 0 < fitted.streamed < mib * MIB
+    if fitted.streamed_bytes is not None:
+        assert 0 < fitted.streamed_bytes < mib * MIB
         return "streamed"
     ranks, path = cluster.tensor_parallel_size, Path(config.model.model)
     spec = registry.read_spec(path, Shard(0, ranks))
@@ -177,11 +177,11 @@ def test_servers_share_what_is_left(tmp_path: Path, available: Available) -> Non
     config, cluster = WorkerConfig(ModelConfig(str(path))), ClusterConfig(expert_servers=2)
     least = mib_beside_experts(path, expert_servers=2)
     available(least + 10)
-    assert fitting.fit(config, cluster).streamed is None
+    assert fitting.fit(config, cluster).streamed_bytes is None
     available(least + 0.3)
     fitted = fitting.fit(config, cluster)
-    assert fitted.streamed is not None and 0 < fitted.streamed < 0.15 * MIB
-    assert 2 * fitted.streamed + int(fitted.config.cache.kv_cache_memory) <= 0.3 * MIB
+    assert fitted.streamed_bytes is not None and 0 < fitted.streamed_bytes < 0.15 * MIB
+    assert 2 * fitted.streamed_bytes + int(fitted.config.cache.kv_cache_memory) <= 0.3 * MIB
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def run(
             with larger_than_memory.explain_automatic_plan(given_offload, offload):
                 larger_than_memory.check_levels(cluster.resolve(), record)
                 descriptors.prepare(worker.parallel.tensor_parallel_size)
-                worker_plan = _plan_lines(options, worker, offload)
+                is_automatic = given_offload.fast_memory is None
+                worker_plan = _plan_lines(options, worker, offload, is_automatic)
             summary = batch.run(options, worker if worker_plan is None else worker_plan.worker)
     return _finish(summary, worker, worker_plan, as_json)
 
@@ -90,9 +91,12 @@ def _finish(
     return summary.exit_code()
 
 
-def _plan_lines(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig) -> WorkerPlan | None:
+def _plan_lines(
+    options: RunBatch, worker: WorkerConfig, offload: OffloadConfig, is_automatic: bool
+) -> WorkerPlan | None:
     """Plan the lines without results on this machine, and print the plan on stderr. None if there are none.
 
+    is_automatic: see `larger_than_memory.find_machine`.
     Raises ConfigError for drafted tokens and for experts that cannot be streamed, before it measures or plans
     anything.
     """
@@ -104,7 +108,7 @@ def _plan_lines(options: RunBatch, worker: WorkerConfig, offload: OffloadConfig)
     if job is None:
         return None
     paged_layout(worker.model)
-    machine, gpus = larger_than_memory.find_machine(worker, offload)
+    machine, gpus = larger_than_memory.find_machine(worker, offload, is_automatic)
     console = Console(stderr=True)
     with console.status("pricing policies"):
         worker_plan = plan(worker, offload, job, machine, gpus)

@@ -52,8 +52,8 @@ class ModelConfig:
     """Dtype that the weights are stored in. auto: the checkpoint's own, on a CPU float32 in place of float16.
     A CPU computes in float32."""
     max_model_len: int | None = None
-    """Maximum number of tokens of one request, prompt and answer together. None: the checkpoint's own
-    limit."""
+    """Maximum number of tokens of one request, prompt and answer together. None: the checkpoint's own limit,
+    or on a CPU what the cache has room for."""
     threads: int | None = None
     """Compute threads of each process: attention worker, rank or expert server. None: the processes share the
     cores; a model of less than 256 MiB gets one thread."""
@@ -85,7 +85,7 @@ class CacheConfig:
 
     kv_cache_memory: str = "auto"
     """Size of the KV cache, such as 4GiB. auto: what max_num_seqs requests of the maximum length need, but at
-    most 40 % of the memory left after the weights (90 % of a GPU's)."""
+    most 40 % of the memory left after the weights (90 % of a GPU's), or on a CPU what one request needs."""
     kv_cache_dtype: CacheDtype = "auto"
     """Dtype of keys and values in the cache. auto: float32 on a CPU, the dtype of the weights on CUDA. int8
     has a scale for each token and head. It holds nearly four times as many tokens as float32, and answers may
@@ -197,7 +197,7 @@ class OffloadConfig:
     besides. Experts that do not fit are read from the disk while others are computed, as planned for the
     requests and the machine (MoE-Lightning). On a GPU it is the GPU's memory (auto: what is free), and the
     experts come from RAM. With expert servers it is what each of them may take for experts. None: the whole
-    model is in memory."""
+    model is in memory, or on a CPU what fits if it is larger."""
     hardware: str | None = None
     """File of `moesaic hardware measure`, for --fast-memory. None: this machine is measured first."""
     profile: str | None = None

@@ -148,3 +148,6 @@ def _safetensors(file: Path) -> Any:
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: truncated or corrupt safetensors file ({error})") from error
+    except RuntimeError as error:  # torch maps the file so that it counts as memory
+        problem = "larger than this machine can map; allowed: a checkpoint in several files"
+        raise CheckpointError(f"{file}: {problem} ({error})") from error

@@ -81,8 +81,8 @@ def count_tokens(config: WorkerConfig, spec: ModelSpec, kv_dtype: torch.dtype, n
 def _least_states(config: WorkerConfig, spec: ModelSpec) -> int:
     """The least bytes beside KV blocks that are enough for the states which they give room to."""
     num_bytes = 0
-    while (needed := _states(config, spec, num_bytes)[2]) > num_bytes:
-        num_bytes = needed
+    while (state_bytes_needed := _states(config, spec, num_bytes)[2]) > num_bytes:
+        num_bytes = state_bytes_needed
     return num_bytes
 
 
@@ -111,7 +111,7 @@ def _size(
         if device.type == "cpu":  # ranks share a CPU's memory; each has its own GPU
             budget //= ranks
     else:
-        budget = given_bytes(config, device) // ranks
+        budget = parse_cache_memory(config, device) // ranks
     seats, snapshots, state_room = _states(config, spec, budget - per_request * block_bytes)
     left = max(0, budget - state_room)
     num_blocks = (
@@ -140,7 +140,7 @@ def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, in
     return seats, snapshots, seats * seat + (1 + seats + snapshots) * page
 
 
-def given_bytes(config: WorkerConfig, device: torch.device) -> int:
+def parse_cache_memory(config: WorkerConfig, device: torch.device) -> int:
     """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
     num_bytes = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
     max_bytes = total_memory()

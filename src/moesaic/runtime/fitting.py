@@ -18,7 +18,7 @@ from moesaic.models.checkpoint import Claims
 from moesaic.models.rope import RopeConfig
 from moesaic.models.shard import Shard
 from moesaic.models.spec import ModelSpec
-from moesaic.runtime.cache_size import AUTO_SHARE, bytes_of_request, count_tokens, given_bytes
+from moesaic.runtime.cache_size import AUTO_SHARE, bytes_of_request, count_tokens, parse_cache_memory
 from moesaic.runtime.drafting import uses_mtp
 from moesaic.runtime.machine import available_memory
 from moesaic.runtime.model_loading import context_length, read_expert_layout, select_device
@@ -42,13 +42,13 @@ class MemoryNeed:
     """Bytes that a model takes in the memory of a host."""
 
     attention: int
-    """Of all weights but the routed experts, in all attention workers."""
+    """Bytes of all weights but the routed experts, in all attention workers."""
     experts: int
-    """Of all routed experts."""
+    """Bytes of all routed experts."""
     private: int
-    """Of the weights that are copied or converted, and so do not stay in the mapped files."""
+    """Bytes of the weights that are copied or converted, and so do not stay in the mapped files."""
     working: int
-    """Of libraries and of the rows of a step, in all processes."""
+    """Bytes of libraries and of the rows of a step, in all processes."""
 
     @property
     def weights(self) -> int:
@@ -61,11 +61,11 @@ class Fit:
     """The settings with which a model fits."""
 
     config: WorkerConfig
-    streamed: int | None = None
+    streamed_bytes: int | None = None
     """Bytes that `--fast-memory` may be, for each expert server if there are some. None: all experts are in
     memory."""
     notice: str = ""
-    """One line for people. Empty: nothing differs from the settings."""
+    """Says in one line what differs from the settings. Empty: nothing does."""
 
 
 def fit(config: WorkerConfig, cluster: ClusterConfig | None = None) -> Fit:
@@ -73,13 +73,14 @@ def fit(config: WorkerConfig, cluster: ClusterConfig | None = None) -> Fit:
 
     Where the model fits with its cache, they are `config` itself. Where only its longest request does not
     fit, the cache takes what is left, and requests get a lower maximum length. Where the weights do not fit,
-    `streamed` says what may be in memory. On a GPU, and where other hosts have processes, nothing is decided.
+    `streamed_bytes` says what may be in memory. On a GPU, and where other hosts have processes, nothing is
+    decided.
 
     cluster: the processes; None: one worker. Raises ConfigError where a given length does not fit.
     """
     cluster = resolve_processes(config, cluster)
-    is_elsewhere = cluster.is_remote or cluster.nnodes > 1 or cluster.cluster_address is not None
-    if is_elsewhere or config.offload is not None or surely_fits(config, cluster):
+    has_other_hosts = cluster.is_remote or cluster.nnodes > 1 or cluster.cluster_address is not None
+    if has_other_hosts or config.offload is not None or surely_fits(config, cluster):
         return Fit(config)
     if select_device(config.model).type == "cuda":
         return Fit(config)
@@ -130,7 +131,7 @@ class _Fitting:
     config: WorkerConfig
     cluster: ClusterConfig
     spec: ModelSpec
-    """Of one rank."""
+    """The spec has the heads of one rank."""
     need: MemoryNeed
     available: int
 
@@ -182,7 +183,7 @@ class _Fitting:
 
     def _given_caches(self) -> int:
         """Bytes of the caches of all workers by --kv-cache-memory."""
-        return given_bytes(self.config, torch.device("cpu")) * self._workers
+        return parse_cache_memory(self.config, torch.device("cpu")) * self._workers
 
     def _most_bytes(self, longest: int) -> int:
         """Bytes of a rank's cache that can be used: by as many requests of the maximum length as may run."""
@@ -232,8 +233,8 @@ class _Fitting:
 
     def _stream(self, longest: int) -> Fit:
         """The settings where experts do not fit. Raises ConfigError where the rest does not fit either."""
-        takes = f"{in_gib(self.need.weights + self.need.working)} with rows and libraries"
-        problem = f"the model takes {takes}, and {in_gib(self.available)} of memory are available"
+        need_text = f"{in_gib(self.need.weights + self.need.working)} with rows and libraries"
+        problem = f"the model takes {need_text}, and {in_gib(self.available)} of memory are available"
         room = self.available - self.need.attention - self.need.working
         is_given = self.config.cache.kv_cache_memory != "auto"
         caches = self._given_caches() if is_given else int(CACHES_SHARE * room)
@@ -243,9 +244,9 @@ class _Fitting:
         if not self.cluster.expert_servers:
             return Fit(self.config, self.available - API_BYTES - WORKER_BYTES, notice=problem)
         budget = budget if is_given else min(budget, self._most_bytes(longest))
-        shortened = self._shorten(self.config if is_given else self._with_cache(budget), longest, budget)
-        notice = "; ".join(filter(None, (problem, shortened.notice)))
-        return Fit(shortened.config, (room - caches) // self.cluster.expert_servers, notice)
+        shorter_fit = self._shorten(self.config if is_given else self._with_cache(budget), longest, budget)
+        notice = "; ".join(filter(None, (problem, shorter_fit.notice)))
+        return Fit(shorter_fit.config, (room - caches) // self.cluster.expert_servers, notice)
 
 
 def in_gib(num_bytes: float) -> str:
