@@ -90,9 +90,10 @@ class LLM:
         config = _worker_config(model, settings)
         if routing is not None:
             _check_routing(config)
-        config = _fit(config if trace is None else replace(config, trace=trace))
+        config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(model, config.model.revision)
         tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
+        config = _fit(config)
         self._defaults = files.generation_defaults(path)
         engine_end, worker_end = local_pair()
         self._connection = engine_end

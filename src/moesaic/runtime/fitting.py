@@ -78,13 +78,14 @@ def fit(config: WorkerConfig, cluster: ClusterConfig | None = None) -> Fit:
 
     cluster: the processes; None: one worker. Raises ConfigError where a given length does not fit.
     """
+    if cluster is not None:
+        config = replace(config, parallel=cluster.resolve().parallel)
     cluster = resolve_processes(config, cluster)
-    has_other_hosts = cluster.is_remote or cluster.nnodes > 1 or cluster.cluster_address is not None
+    has_other_hosts = cluster.is_remote or config.parallel.nnodes > 1 or cluster.cluster_address is not None
     if has_other_hosts or config.offload is not None or surely_fits(config, cluster):
         return Fit(config)
     if select_device(config.model).type == "cuda":
         return Fit(config)
-    config = replace(config, parallel=cluster.parallel)
     spec = registry.read_spec(
         files.resolve(config.model.model, config.model.revision),
         Shard(0, config.parallel.tensor_parallel_size),
@@ -97,8 +98,9 @@ def measure_need(config: WorkerConfig, cluster: ClusterConfig, spec: ModelSpec) 
     path = files.resolve(config.model.model, config.model.revision)
     kernels = table.pick("cpu", config.model.kernels)
     attention = registry.bytes_outside_experts(path, kernels, config.model.dtype)
-    layout = read_expert_layout(config.model, uses_mtp(config)) if spec.moe_layers else None
-    experts = 0 if layout is None else layout.num_bytes
+    experts = read_expert_layout(config.model).num_bytes if spec.moe_layers else 0
+    if uses_mtp(config) and experts:
+        experts += experts // len(spec.moe_layers)
     is_mapped = config.model.mmap and _is_mapped(path, kernels, config.model.dtype)
     workers = cluster.attention_workers + cluster.prefill_workers
     attention *= 1 if is_mapped else workers

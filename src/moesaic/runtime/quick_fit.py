@@ -18,7 +18,9 @@ CACHE_SHARE = 0.4
 
 def resolve_processes(config: WorkerConfig, cluster: ClusterConfig | None) -> ClusterConfig:
     """The processes of `cluster`; None: one worker with the ranks of `config`."""
-    return ClusterConfig(**vars(config.parallel)) if cluster is None else cluster.resolve()
+    if cluster is None:
+        return ClusterConfig(tensor_parallel_size=config.parallel.tensor_parallel_size)
+    return cluster.resolve()
 
 
 def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> bool:
