@@ -1,6 +1,7 @@
 """A renderer's process: compiles one chat template, then renders it for one request after another.
 
-Its standard input is a socket to its parent. It imports Jinja and little else.
+Its standard input is a socket to its parent, and its standard output a second one, on which nothing is sent.
+It imports Jinja and little else.
 
 Question: What may a chat template do, and how long may it take?
 """
@@ -23,6 +24,9 @@ from moesaic.text.templates import frames, jinja_template
 
 _CONNECTION = 0
 """File descriptor of the socket."""
+_HANGUP = 1
+"""File descriptor of the socket that only tells that the parent has closed its end. A signal for the other
+socket can also come from data: a sender may tell of them after the receiver has read them."""
 _READ_BYTES = 1 << 20
 """Maximum number of bytes that are read at a time."""
 _COPIES = 32
@@ -43,7 +47,7 @@ def serve(seconds: float, memory: int) -> int:
     # No template may make the process write a file.
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
-    fcntl.fcntl(_CONNECTION, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(_HANGUP, fcntl.F_SETOWN, os.getpid())
     null_file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_file, 2)  # no template may fill the parent's log
     os.close(null_file)
@@ -94,19 +98,18 @@ class _Limits:
         self._seconds = seconds
         self._memory = memory + _address_space() if _STATM.exists() else None
         self._hangup_poll = select.poll()
-        self._hangup_poll.register(_CONNECTION, select.POLLHUP)
-        self._flags = fcntl.fcntl(_CONNECTION, fcntl.F_GETFL)
+        self._hangup_poll.register(_HANGUP, select.POLLHUP)
+        self._flags = fcntl.fcntl(_HANGUP, fcntl.F_GETFL)
 
     @contextmanager
     def enforce(self, size: int) -> Iterator[None]:
         """A context with the limits for a request of `size` bytes.
 
         Two signals end the process, also in the middle of one long operation: SIGALRM after the limit, and
-        SIGIO when the parent closes the socket. The parent sends nothing meanwhile. Raises EOFError if it has
-        closed the socket already.
+        SIGIO when the parent closes its sockets. Raises EOFError if it has closed them already.
         """
         former_limit = resource.getrlimit(resource.RLIMIT_AS)
-        fcntl.fcntl(_CONNECTION, fcntl.F_SETFL, self._flags | os.O_ASYNC)
+        fcntl.fcntl(_HANGUP, fcntl.F_SETFL, self._flags | os.O_ASYNC)
         if self._hangup_poll.poll(0):
             raise EOFError
         signal.setitimer(signal.ITIMER_REAL, self._seconds + _GRACE_SECONDS)
@@ -117,7 +120,7 @@ class _Limits:
         finally:
             resource.setrlimit(resource.RLIMIT_AS, former_limit)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            fcntl.fcntl(_CONNECTION, fcntl.F_SETFL, self._flags)
+            fcntl.fcntl(_HANGUP, fcntl.F_SETFL, self._flags)
 
 
 def _address_space() -> int:

@@ -39,7 +39,7 @@ class Limits:
 class Renderer:
     """The process of a renderer. Its methods block; one thread may use it at a time.
 
-    The process ends when this end of its socket is closed, by `end` or because this process ended.
+    The process ends when this end of its sockets is closed, by `end` or because this process ended.
     """
 
     def __init__(self, source: str, limits: Limits) -> None:
@@ -50,21 +50,22 @@ class Renderer:
         """
         self._limits = limits
         self._connection, process_end = socket.socketpair()
+        self._hangup, hangup_end = socket.socketpair()
         path = [str(Path(folder).absolute()) for folder in sys.path]
         settings = {"path": path, "seconds": limits.seconds, "memory": limits.memory}
         try:
-            with process_end:
+            with process_end, hangup_end:
                 # -I: neither the environment nor the working directory adds modules.
                 self._process: subprocess.Popen[bytes] = subprocess.Popen(
                     [sys.executable, "-I", str(_PROGRAM), json.dumps(settings)],
                     stdin=process_end.fileno(),
-                    stdout=subprocess.DEVNULL,
+                    stdout=hangup_end.fileno(),
                     env=renderer_environment(),
                     cwd="/",
                     process_group=0,  # Ctrl-C reaches the parent only
                 )
         except OSError as error:
-            self._connection.close()
+            self._close_sockets()
             raise RendererError(f"cannot start the process that renders chat templates: {error}") from error
         try:
             self._compile(source)
@@ -86,9 +87,13 @@ class Renderer:
 
     def end(self) -> None:
         """End the process now and wait until it has ended."""
-        self._connection.close()
+        self._close_sockets()
         self._process.kill()
         self._process.wait()
+
+    def _close_sockets(self) -> None:
+        self._connection.close()
+        self._hangup.close()
 
     def _compile(self, source: str) -> None:
         try:
