@@ -20,11 +20,10 @@ from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.stateblocks import StateBlocks
 from moesaic.runtime.machine import available_memory, total_memory
 from moesaic.runtime.model_loading import LoadedModel, select_device
+from moesaic.runtime.quick_fit import AUTO_SHARE as AUTO_SHARE
 
-AUTO_SHARE = 0.4
-"""Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, at most."""
 AUTO_SHARE_CUDA = 0.9
-"""The same share on a GPU, whose memory no other program uses."""
+"""`AUTO_SHARE` on a GPU, whose memory no other program uses."""
 
 
 def check_memory(config: WorkerConfig, max_model_len: int) -> None:

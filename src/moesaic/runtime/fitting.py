@@ -28,7 +28,7 @@ SHORTEST = 512
 """Tokens of the shortest maximum length that is chosen. A model with room for less does not fit."""
 API_BYTES, WORKER_BYTES = 200 << 20, 400 << 20
 """Bytes of libraries and tables in the process of the API and in each other process, beside weights, cache
-and rows. docs/offloading.md says how they were measured."""
+and rows. Together they are the 600 MiB that docs/offloading.md tells users to leave for one worker."""
 LOGIT_COPIES = 4
 """Copies of the logits of all requests of a step, in float32, that sampling makes."""
 CACHES_SHARE = 0.2

@@ -12,8 +12,9 @@ MOST_GROWTH = 2
 """Bytes of weights in memory for each byte of the files, at most: 16 bits become float32."""
 PROCESS_BYTES = 1 << 30
 """More than a process has of libraries and rows."""
-CACHE_SHARE = 0.4
-"""`cache_size.AUTO_SHARE`, which is beside torch."""
+AUTO_SHARE = 0.4
+"""Share of the memory left after the weights that `--kv-cache-memory auto` takes on a CPU, unless one request
+needs more."""
 
 
 def resolve_processes(config: WorkerConfig, cluster: ClusterConfig | None) -> ClusterConfig:
@@ -45,4 +46,4 @@ def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> b
     if not isinstance(longest, int):
         return False
     cache = workers * (longest * sizes.layers * sizes.cache(1, 4.0) + sizes.seat + 2 * sizes.page)
-    return bool(cache <= CACHE_SHARE * left)
+    return bool(cache <= AUTO_SHARE * left)
