@@ -55,7 +55,50 @@ QUANTIZATIONS = {
     "int8_16": Quantization("int8", 16),
 }
 """The types of quantised weights by name."""
-PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS)
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of quantised weights whose rows are blocks of ggml, as GGUF files have them.
+
+    A number is scale * value, or scale * value + offset, as in a `Quantization`. `kernels/blocks.py` reads it.
+    """
+
+    numbers: int
+    """Numbers of a block."""
+    size: int
+    """Bytes of a block."""
+    group: int
+    """Numbers that share a scale."""
+    converted: str
+    """The type of QUANTIZATIONS that holds the same numbers, for kernels that read no blocks; "float32" where
+    none does."""
+
+    def row_bytes(self, numbers: int) -> int:
+        """Bytes of a row. Raises ValueError for a row that is no whole number of blocks."""
+        if numbers % self.numbers:
+            raise ValueError(f"rows of {numbers} numbers; allowed: multiples of {self.numbers}")
+        return numbers // self.numbers * self.size
+
+
+BLOCK_TYPES = {
+    "q8_0": BlockType(32, 34, 32, "int8"),
+    "q4_0": BlockType(32, 18, 32, "int4"),
+    "q4_1": BlockType(32, 20, 32, "int4_offset"),
+    "q5_0": BlockType(32, 22, 32, "int8"),
+    "q5_1": BlockType(32, 24, 32, "int8_offset"),
+    "q2_k": BlockType(256, 84, 16, "float32"),
+    "q3_k": BlockType(256, 110, 16, "int8_16"),
+    "q4_k": BlockType(256, 144, 32, "int4_offset"),
+    "q5_k": BlockType(256, 176, 32, "int8_offset"),
+    "q6_k": BlockType(256, 210, 16, "int8_16"),
+    "iq4_nl": BlockType(32, 18, 32, "int8"),
+    "iq4_xs": BlockType(256, 136, 32, "int8"),
+    "mxfp4_e8m0": BlockType(32, 17, 32, "mxfp4"),
+}
+"""The types of ggml's blocks by name: that of ggml in small letters. ggml's MXFP4 has "mxfp4_e8m0", since "mxfp4" has
+scales in float32."""
+PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS, *BLOCK_TYPES)
 """Types whose rows are bytes, and not numbers."""
 NATIVE_DTYPES = ("bfloat16", "float32", *PACKED_DTYPES)
 """Types of expert weights that the native kernels read, in the order of table.h's `Stored`."""
@@ -66,7 +109,7 @@ DTYPE_SEPARATOR = "+"
 def split_dtype(dtype: str) -> tuple[str, str]:
     """The type of an expert's gate and up, and that of its down.
 
-    >>> of_matrices("int8"), of_matrices("int4_offset+int8_16")
+    >>> split_dtype("int8"), split_dtype("int4_offset+int8_16")
     (('int8', 'int8'), ('int4_offset', 'int8_16'))
     """
     inner_dtype, _, down_dtype = dtype.partition(DTYPE_SEPARATOR)
@@ -86,10 +129,31 @@ def is_packed(dtype: str) -> bool:
 def is_integer(dtype: str) -> bool:
     """Whether every number of experts of this type is an integer times a scale, plus an offset perhaps.
 
-    >>> is_integer("int8"), is_integer("int4_offset+int8_16"), is_integer("mxfp4+int8"), is_integer("fp8")
+    >>> is_integer("int8"), is_integer("int4_offset+q6_k"), is_integer("mxfp4+int8"), is_integer("fp8")
     (True, True, False, False)
     """
-    return all(one in QUANTIZATIONS and QUANTIZATIONS[one].integer for one in split_dtype(dtype))
+    return all(
+        one in BLOCK_TYPES or (one in QUANTIZATIONS and QUANTIZATIONS[one].integer)
+        for one in split_dtype(dtype)
+    )
+
+
+def is_quantized(dtype: str) -> bool:
+    """Whether a type of one matrix is quantised.
+
+    >>> is_quantized("q4_k"), is_quantized("fp8"), is_quantized("compressed")
+    (True, True, False)
+    """
+    return dtype in QUANTIZATIONS or dtype in BLOCK_TYPES
+
+
+def group_numbers(dtype: str) -> int:
+    """Numbers of a row of a quantised type that cannot be told apart: those of a group, or of a block.
+
+    >>> group_numbers("int8"), group_numbers("q4_k")
+    (32, 256)
+    """
+    return BLOCK_TYPES[dtype].numbers if dtype in BLOCK_TYPES else QUANTIZATIONS[dtype].group
 
 
 def is_native(dtype: str) -> bool:
@@ -100,7 +164,7 @@ def is_native(dtype: str) -> bool:
 def expert_code(dtype: str) -> int:
     """How the compiled module is told a type of experts.
 
-    It is the index in OF_EXPERTS. If down has another type than gate and up, 256 times one more than that
+    It is the index in NATIVE_DTYPES. If down has another type than gate and up, 256 times one more than that
     one's index is added.
     """
     inner_index, down_index = map(NATIVE_DTYPES.index, split_dtype(dtype))
@@ -131,7 +195,11 @@ def row_bytes(dtype: str, numbers: int) -> int:
     (2048, 1600, 1760)
     >>> row_bytes("fp8", 1024), row_bytes("int4", 1024), row_bytes("int4_offset", 1025)
     (1056, 640, 792)
+    >>> row_bytes("q4_k", 1024), row_bytes("q8_0", 32)
+    (576, 34)
     """
+    if dtype in BLOCK_TYPES:
+        return BLOCK_TYPES[dtype].row_bytes(numbers)
     if dtype in QUANTIZATIONS:
         return QUANTIZATIONS[dtype].row_bytes(numbers)
     if dtype != COMPRESSED_DTYPE:

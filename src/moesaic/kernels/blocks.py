@@ -1,0 +1,186 @@
+"""The codes, scales and offsets of ggml's blocks, as GGUF files have them.
+
+A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks, whose layout is that of ggml's structs:
+`block_q4_K` and so on. The numbers are those that the library `gguf` computes, to the bit. `csrc/blocks.h` reads the same.
+
+Question: How are the numbers of a GGUF block computed?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from moesaic.core.weight_types import BLOCK_TYPES
+from moesaic.kernels.quantized_layout import TABLES, Bytes, Floats
+
+IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
+).view(np.uint8)
+"""What the codes of IQ4_NL and IQ4_XS stand for, as codes of int8."""
+
+Parts = tuple[Bytes, Floats, Floats | None]
+"""Codes [rows, columns], one a byte; scales and offsets [rows, groups]."""
+
+
+def decode_rows(dtype: str, stored_rows: Bytes) -> Parts:
+    """The codes, scales and offsets of rows [rows, row_bytes] of a type of BLOCK_TYPES."""
+    blocks = np.ascontiguousarray(stored_rows).reshape(-1, BLOCK_TYPES[dtype].size)
+    codes, scales, offsets = READERS[dtype](blocks)
+    rows = len(stored_rows)
+    return (
+        codes.reshape(rows, -1),
+        scales.reshape(rows, -1),
+        None if offsets is None else offsets.reshape(rows, -1),
+    )
+
+
+def _half(blocks: Bytes, offset: int) -> Floats:
+    """The float16 number at byte `offset` of each block, as [n, 1] float32."""
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
+
+
+def _unpack_16(packed_codes: Bytes) -> Bytes:
+    """Codes of four bits of bytes [n, m]: first the low halves of 16 bytes, then their high halves."""
+    parts = packed_codes.reshape(len(packed_codes), -1, 1, 16)
+    codes: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
+    return codes.reshape(len(packed_codes), -1)
+
+
+def _fifth_bits(blocks: Bytes, offset: int) -> Bytes:
+    """Bit i of the 32-bit word at byte `offset` of each block, as 16 or 0, in column i."""
+    bits = np.unpackbits(blocks[:, offset : offset + 4], axis=1, bitorder="little")
+    fifth_bits: Bytes = bits << np.uint8(4)
+    return fifth_bits
+
+
+def _q8_0(blocks: Bytes) -> Parts:
+    return blocks[:, 2:], _half(blocks, 0), None
+
+
+def _q4_0(blocks: Bytes) -> Parts:
+    return _unpack_16(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _q4_1(blocks: Bytes) -> Parts:
+    return _unpack_16(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Parts:
+    codes = _unpack_16(blocks[:, 6:]) | _fifth_bits(blocks, 2)
+    # Q5_0 has the numbers -16 to 15 as codes 0 to 31.
+    return (codes.view(np.int8) - np.int8(16)).view(np.uint8), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Bytes) -> Parts:
+    codes = _unpack_16(blocks[:, 8:]) | _fifth_bits(blocks, 4)
+    return codes, _half(blocks, 0), _half(blocks, 2)
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    return IQ4[_unpack_16(blocks[:, 2:])], _half(blocks, 0), None
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    """Each 32 numbers have a scale of six bits, of which four are together and two with those of others."""
+    low = blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8) & np.uint8(15)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = low.reshape(-1, 8).astype(np.float32) + 16 * high.astype(np.float32) - 32
+    return IQ4[_unpack_16(blocks[:, 8:])], _half(blocks, 0) * scales, None
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    # Exponent 255 stands for NaN. Its scale is NaN here, and such a matrix is refused.
+    exponents = blocks[:, :1]
+    number = exponents != 255
+    powers = np.ldexp(np.float32(1), np.where(number, exponents, 127).astype(np.int32) - 127)
+    return _unpack_16(blocks[:, 1:]), np.where(number, powers, np.float32(np.nan)), None
+
+
+def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
+    """Scale and offset of each 32 numbers of Q4_K and Q5_K, [n, 8]: six bits times a number of the block."""
+    packed_bits: Any = blocks[:, 4:16].reshape(-1, 3, 4)
+    low, middle, high = packed_bits[:, 0], packed_bits[:, 1], packed_bits[:, 2]
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], axis=1)
+    minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], axis=1)
+    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+
+
+def _unpack_32(packed_codes: Bytes) -> Bytes:
+    """Codes of four bits of bytes [n, m]: first the low halves of 32 bytes, then their high halves."""
+    parts = packed_codes.reshape(len(packed_codes), -1, 1, 32)
+    codes: Bytes = np.concatenate([parts & np.uint8(15), parts >> np.uint8(4)], axis=2)
+    return codes.reshape(len(packed_codes), -1)
+
+
+def _q4_k(blocks: Bytes) -> Parts:
+    return _unpack_32(blocks[:, 16:]), *_scales_and_minima(blocks)
+
+
+def _q5_k(blocks: Bytes) -> Parts:
+    bits = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    codes = _unpack_32(blocks[:, 48:]) | bits.reshape(len(blocks), -1) << np.uint8(4)
+    return codes, *_scales_and_minima(blocks)
+
+
+def _q6_k(blocks: Bytes) -> Parts:
+    halves, high = blocks[:, :128].reshape(-1, 2, 1, 64), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(len(blocks), -1)
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    codes = low | (high >> shifts & np.uint8(3)).reshape(len(blocks), -1) << np.uint8(4)
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    # Q6_K has the numbers -32 to 31 as codes 0 to 63.
+    return (codes.view(np.int8) - np.int8(32)).view(np.uint8), scales, None
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    """Each 16 numbers have a scale and an offset of four bits, times two numbers of the block."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    codes = blocks[:, 16:80].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
+    scales = _half(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
+    offsets = -(_half(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32))
+    return codes.reshape(len(blocks), -1), scales, offsets
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    """Each 16 numbers have a scale of six bits. The third bit of all numbers is in the first 32 bytes."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    low = (blocks[:, 32:96].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(len(blocks), -1)
+    bits = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    codes = low | bits.reshape(len(blocks), -1) << np.uint8(2)
+    halves, high = blocks[:, 96:104], blocks[:, 104:108]
+    low_bits = np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=1)
+    high_bits = (high[:, None, :] >> shifts & np.uint8(3)).reshape(len(blocks), -1)
+    factors = (low_bits | high_bits << np.uint8(4)).astype(np.float32) - 32
+    # Q3_K has the numbers -4 to 3 as codes 0 to 7.
+    return (codes.view(np.int8) - np.int8(4)).view(np.uint8), _half(blocks, 108) * factors, None
+
+
+READERS: dict[str, Callable[[Bytes], Parts]] = {
+    "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
+    "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
+    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_e8m0": _mxfp4,
+}  # fmt: skip
+"""Type -> what reads blocks [n, size]: codes [n, numbers], scales and offsets [n, groups]."""
+VALUES = {
+    "q4_0": "int4",
+    "q4_1": "uint4",
+    "q4_k": "uint4",
+    "q5_1": "uint8",
+    "q5_k": "uint8",
+    "q2_k": "uint8",
+    "mxfp4_e8m0": "e2m1",
+}
+"""Type -> what its codes mean, a key of `quantized_layout.TABLES`, where that is not "int8"."""
+
+
+def dequantize(dtype: str, stored_rows: Bytes) -> Floats:
+    """The numbers [rows, columns] of rows [rows, row_bytes] of a type of BLOCK_TYPES."""
+    codes, scales, offsets = decode_rows(dtype, stored_rows)
+    numbers = TABLES[VALUES.get(dtype, "int8")][codes].reshape(*scales.shape, BLOCK_TYPES[dtype].group)
+    numbers *= scales[:, :, None]
+    if offsets is not None:
+        numbers += offsets[:, :, None]
+    return numbers.reshape(len(stored_rows), -1)
