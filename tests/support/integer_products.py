@@ -10,12 +10,13 @@ import torch
 
 from moesaic.core.weight_types import (
     BLOCK,
+    BLOCK_TYPES,
     QUANTIZATIONS,
     is_integer,
     join_dtypes,
     split_dtype,
 )
-from moesaic.kernels import quantized_layout, table
+from moesaic.kernels import blocks, quantized_layout, table
 from moesaic.kernels.matrix import QuantizedMatrix, Weight, kind_of
 from moesaic.kernels.weights import ExpertWeights
 
@@ -43,7 +44,9 @@ class Integers:
 
     @classmethod
     def of(cls, dtype: str, stored: quantized_layout.Bytes, columns: int) -> Integers:
-        """Reads rows as kernels/quantized_layout.py writes them."""
+        """Reads rows as kernels/quantized_layout.py writes them, or ggml's blocks."""
+        if dtype in BLOCK_TYPES:
+            return cls.of_blocks(dtype, stored)
         kind, parts, at = QUANTIZATIONS[dtype], [], 0
         for begin in range(0, columns, BLOCK):
             groups = -(-min(BLOCK, columns - begin) // kind.group)
@@ -56,6 +59,19 @@ class Integers:
         )
         assert values is not None and scales is not None
         return cls(values, scales, offsets)
+
+    @classmethod
+    def of_blocks(cls, dtype: str, stored: quantized_layout.Bytes) -> Integers:
+        """Reads rows of ggml's blocks. Numbers of E2M1 are halves, so integers stand for twice as much."""
+        codes, scales, offsets = blocks.decode_rows(dtype, stored)
+        values = quantized_layout.TABLES[blocks.VALUES.get(dtype, "int8")][codes]
+        double = 2 if dtype == "mxfp4_e8m0" else 1
+        integers = torch.from_numpy((values * double).astype(np.int64))
+        return cls(
+            integers.reshape(*scales.shape, BLOCK_TYPES[dtype].group),
+            torch.from_numpy(scales / np.float32(double)),
+            None if offsets is None else torch.from_numpy(offsets),
+        )
 
 
 def _block(

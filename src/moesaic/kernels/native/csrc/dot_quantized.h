@@ -2,13 +2,12 @@
 #pragma once
 
 #include "dot.h"
-#include "quantized.h"
+#include "blocks.h"
 
 namespace MOESAIC_ISA {
 
-template <Values kOf, int64_t kGroup, bool kOffset>
-inline void bring_near(const Quantized<kOf, kGroup, kOffset>* columns, int64_t ld, int64_t some, int64_t count,
-                       float* out, Stream& stream) {
+template <class T, std::enable_if_t<kQuantized<T>, int> = 0>
+inline void bring_near(const T* columns, int64_t ld, int64_t some, int64_t count, float* out, Stream& stream) {
     for (int64_t c = 0; c < some; c++) {
         stream.step();
         dequantize(columns + c * ld, count, out + c * WIDE);
@@ -75,18 +74,19 @@ constexpr int quantized_columns(int64_t) { return 1; }
 #endif
 
 template <class T, int R>
-void multiply_few(const float* const* rows, const T* weights, int64_t ld, int64_t columns, int64_t k, float* out,
+void multiply_few(const float* const* rows, const Columns<T>& weights, int64_t columns, int64_t k, float* out,
                   int64_t stride, Stream& stream) {
     constexpr int C = quantized_columns(R);
+    alignas(64) uint8_t room[C * Columns<T>::kStride];
     for (int64_t column = 0; column < columns;) {
         int64_t some = column + C <= columns ? C : 1;
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = std::min(k - begin, BLOCK);
             const float* x[R];
             for (int r = 0; r < R; r++) x[r] = rows[r] + begin;
-            const T* from = weights + column * ld + span<T>(begin);
-            if (some == C) tile_quantized<T, R, C>(x, from, ld, count, stream, begin == 0, out + column, stride);
-            else tile_quantized<T, R, 1>(x, from, ld, count, stream, begin == 0, out + column, stride);
+            auto from = weights.at(column, some, begin, count, room, [&](int64_t bytes) { stream.fetch(bytes); });
+            if (some == C) tile_quantized<T, R, C>(x, from.first, from.ld, count, stream, begin == 0, out + column, stride);
+            else tile_quantized<T, R, 1>(x, from.first, from.ld, count, stream, begin == 0, out + column, stride);
         }
         column += some;
     }
@@ -94,38 +94,56 @@ void multiply_few(const float* const* rows, const T* weights, int64_t ld, int64_
 
 // The same for n rows, at most R.
 template <class T, int R = FEW_QUANTIZED, class... With>
-void multiply_few_of(int64_t n, const float* const* rows, const T* weights, With&&... with) {
+void multiply_few_of(int64_t n, const float* const* rows, const Columns<T>& weights, With&&... with) {
     if (n == R) return multiply_few<T, R>(rows, weights, with...);
     if constexpr (R > 1) multiply_few_of<T, R - 1>(n, rows, weights, with...);
 }
 
-// As `multiply`. The first rows prefetch weights LEAD bytes ahead, other tiles of rows those that are read `then`.
-template <class T, std::enable_if_t<kQuantized<T> && !kInteger<T>, int> = 0>
-inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
-                     float* out, int64_t stride, const T* then = nullptr) {
-    int64_t size = columns * ld, lead = std::min(size, LEAD);
-    auto stream_of = [&](int64_t step) {
-        Stream stream(weights + lead, size - lead, step);
-        if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
-        return stream;
-    };
-    if (n < MANY_QUANTIZED<T>) {
-        int64_t tiles = (n + FEW_QUANTIZED - 1) / FEW_QUANTIZED;
-        for (int64_t t = 0; t < tiles; t++) {
-            int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
-            int64_t step = quantized_columns(some) * (T::kHead + T::kCodes);
-            Stream stream;
-            if (t == 0) stream = stream_of(step);
-            else if (then != nullptr) stream = Stream(then, size, step / (tiles - 1) + 1);
-            multiply_few_of<T>(some, rows + r, weights, ld, columns, k, out + r * stride, stride, stream);
+// As `multiply` for fewer rows than MANY_QUANTIZED. The first rows prefetch weights LEAD bytes ahead, other tiles of rows
+// those that are read `then`.
+template <class T>
+void multiply_by_tiles(const float* const* rows, int64_t n, const Columns<T>& weights, int64_t columns, int64_t k,
+                       float* out, int64_t stride, const void* then) {
+    int64_t size = columns * weights.ld, lead = std::min(size, LEAD), tiles = (n + FEW_QUANTIZED - 1) / FEW_QUANTIZED;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
+        int64_t step = quantized_columns(some) * weights.of_group;
+        Stream stream;
+        if (t == 0) {
+            stream = Stream(weights.first + lead, size - lead, step);
+            if (then != nullptr) stream.then = static_cast<const char*>(then), stream.then_size = lead;
+        } else if (then != nullptr) {
+            stream = Stream(then, size, step / (tiles - 1) + 1);
         }
-        return;
+        multiply_few_of<T>(some, rows + r, weights, columns, k, out + r * stride, stride, stream);
     }
-    Stream stream = stream_of(span<T>(std::min(k, BLOCK)) + 64);
+}
+
+// As `multiply` for many rows.
+template <class T>
+void multiply_in_turn(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                      float* out, int64_t stride, const T* then) {
+    int64_t size = columns * ld, lead = std::min(size, LEAD);
+    Stream stream(weights + lead, size - lead, span<T>(std::min(k, BLOCK)) + 64);
+    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
     for (int64_t c = 0; c < columns; c += NEAR_COLUMNS) {  // in the order of the columns in memory
         int64_t some = std::min<int64_t>(NEAR_COLUMNS, columns - c);
         multiply_near<T, float, NEAR_ROWS, NEAR_COLUMNS, NEAR_COLUMNS>(rows, n, weights + c * ld, ld, some, k, out + c,
                                                                       stride, stream);
+    }
+}
+
+template <class T, std::enable_if_t<kQuantized<T> && !kInteger<T>, int> = 0>
+inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const T* then = nullptr) {
+    if constexpr (kBlocks<T>) {
+        using As = typename T::As;
+        // Each tile of rows unpacks the columns anew.
+        if (n > FEW_QUANTIZED) return multiply_in_turn(rows, n, weights, ld, columns, k, out, stride, then);
+        multiply_by_tiles(rows, n, Columns<As>::of_blocks(weights, ld), columns, k, out, stride, then);
+    } else {
+        if (n >= MANY_QUANTIZED<T>) return multiply_in_turn(rows, n, weights, ld, columns, k, out, stride, then);
+        multiply_by_tiles(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
     }
 }
 

@@ -221,7 +221,7 @@ struct Dequantized {
     static auto with(moesaic::Stored stored, const Use& use) { return with_quantized(stored, use); }
 };
 
-// The strips of experts whose down projections have another type of `Types` than gate and up.
+// The strips of experts whose matrices have types of `Types`: one for gate and up, and that or another for down.
 template <class Act, class Types>
 struct Mixed {
     using Rows = typename Types::Rows;
@@ -297,23 +297,15 @@ int64_t experts_of(const moesaic::Experts& job) { return experts_by<Alike<T, Act
 
 template <class Act>
 int64_t experts_with(const moesaic::Experts& job) {
-#if !defined(MOESAIC_AMX_BF16)
-    if (job.down_stored != job.stored) return experts_by<Mixed<Act, Dequantized>>(job);
-#endif
     switch (job.stored) {
         case moesaic::Stored::kNarrow: return experts_of<Narrow, Act>(job);
         case moesaic::Stored::kWide: return experts_of<float, Act>(job);
-#if !defined(MOESAIC_AMX_BF16)
-        case moesaic::Stored::kCompressed: return experts_of<Compressed, Act>(job);
-        case moesaic::Stored::kFp8: return experts_of<Fp8, Act>(job);
-        case moesaic::Stored::kInt8: return experts_of<Int8, Act>(job);
-        case moesaic::Stored::kInt8Offset: return experts_of<Int8Offset, Act>(job);
-        case moesaic::Stored::kInt4: return experts_of<Int4, Act>(job);
-        case moesaic::Stored::kInt4Offset: return experts_of<Int4Offset, Act>(job);
-        case moesaic::Stored::kMxfp4: return experts_of<Mxfp4, Act>(job);
-        case moesaic::Stored::kInt8Of16: return experts_of<Int8Of16, Act>(job);
-#endif
+#if defined(MOESAIC_AMX_BF16)
         default: return moesaic::kAllHeld;  // module.cpp refuses other types
+#else
+        case moesaic::Stored::kCompressed: return experts_of<Compressed, Act>(job);
+        default: return experts_by<Mixed<Act, Dequantized>>(job);
+#endif
     }
 }
 

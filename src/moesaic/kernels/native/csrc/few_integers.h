@@ -155,8 +155,9 @@ MOESAIC_INLINE void column_products(const float* const* rows, const uint8_t* cod
             Scales<T> scales(panel, g + i);
             MOESAIC_UNROLL for (int r = 0; r < R; r++) {
                 const Line& line = lines[r][(g + i) * T::kGroup / kLine * 2];
-                int32_t missing = IntegerSums<T>::kMissing * sum_of<T>(line, (g + i) * T::kGroup % kLine);
-                sums[r] = scales.add(floats(add_integers(integers[r][i], every(missing))), line, sums[r]);
+                int64_t first = (g + i) * T::kGroup % kLine;
+                int32_t missing = IntegerSums<T>::kMissing * sum_of<T>(line, first);
+                sums[r] = scales.add(floats(add_integers(integers[r][i], every(missing))), line, first, sums[r]);
             }
         }
     }

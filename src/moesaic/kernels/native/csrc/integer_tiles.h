@@ -74,7 +74,7 @@ MOESAIC_INLINE void add_group(const int32_t (*integers)[SIDE], const Line* const
     }
     if constexpr (T::kHasOffset) {
         Vec offset = load(reinterpret_cast<const float*>(panel.offsets) + group * LANES);
-        MOESAIC_UNROLL for (int r = 0; r < SIDE; r++) sums[r] = fma(set1(lines[r][line].total), offset, sums[r]);
+        MOESAIC_UNROLL for (int r = 0; r < SIDE; r++) sums[r] = fma(set1(total_of<T>(lines[r][line], first)), offset, sums[r]);
     }
 }
 

@@ -20,9 +20,16 @@ MOESAIC_INLINE int32_t sum_of(const Line& line, int64_t first) {
     return T::kGroup == kLine ? line.sums[0] + line.sums[1] : line.sums[first / 16];
 }
 
+// The same times the scale of the row, which the offset of the group is multiplied by.
+template <class T>
+MOESAIC_INLINE float total_of(const Line& line, int64_t first) {
+    return T::kGroup == kLine ? line.total : line.scale * float(line.sums[first / 16]);
+}
+
 // Weights of type Q whose rows are rounded.
 template <class Q>
 struct Integer : Q {
+    using Exact = Q;
     static constexpr bool kSigned = Q::kValues == Values::kInt8;  // codes are int8; else they are not negative
     // What must be subtracted from a code that is not negative, or from one of int8 plus 128.
     static constexpr int32_t kZero = Q::kValues == Values::kInt8 ? 128 : Q::kValues == Values::kInt4 ? 8 : 0;
@@ -30,6 +37,8 @@ struct Integer : Q {
 
 template <class Q>
 constexpr bool kQuantized<Integer<Q>> = true;
+template <class Q>
+constexpr bool kBlocks<Integer<Q>> = kBlocks<Q>;
 template <class Q>
 constexpr bool kInteger<Integer<Q>> = true;
 template <class Q>
@@ -42,7 +51,7 @@ constexpr int64_t PANEL_COLUMNS = LANES, PANEL_BYTES = 4 * LANES;
 // byte. The scales and offsets of a group are neighbours too.
 struct IntegerPanel {
     alignas(64) uint8_t codes[PANEL_COLUMNS * BLOCK];
-    alignas(64) uint8_t scales[PANEL_COLUMNS * BLOCK / 16 * 4], offsets[PANEL_COLUMNS * BLOCK / 32 * 4];
+    alignas(64) uint8_t scales[PANEL_COLUMNS * BLOCK / 16 * 4], offsets[PANEL_COLUMNS * BLOCK / 16 * 4];
 };
 
 #if defined(MOESAIC_AVX512)
@@ -256,9 +265,10 @@ struct Scales {
         if constexpr (T::kHasOffset) offset = load(reinterpret_cast<const float*>(panel.offsets) + group * LANES);
     }
     // sums plus the group of a row whose products are `integers`.
-    MOESAIC_INLINE Vec add(Vec integers, const Line& line, Vec sums) const {
+    // first: code of the line at which it begins.
+    MOESAIC_INLINE Vec add(Vec integers, const Line& line, int64_t first, Vec sums) const {
         sums = fma(mul(integers, set1(line.scale)), scale, sums);
-        if constexpr (T::kHasOffset) sums = fma(set1(line.total), offset, sums);
+        if constexpr (T::kHasOffset) sums = fma(set1(total_of<T>(line, first)), offset, sums);
         return sums;
     }
 };
@@ -284,7 +294,7 @@ MOESAIC_INLINE void panel_products(const float* const* rows, const IntegerPanel&
             MOESAIC_UNROLL for (int r = 0; r < R; r++) total[r].add(w, four_codes(lines[r][line].codes + first + 4 * i));
         }
         Scales<T> scales(panel, g);
-        MOESAIC_UNROLL for (int r = 0; r < R; r++) sums[r] = scales.add(total[r].number(), lines[r][line], sums[r]);
+        MOESAIC_UNROLL for (int r = 0; r < R; r++) sums[r] = scales.add(total[r].number(), lines[r][line], first, sums[r]);
     }
     stream = mine;
 }
@@ -328,30 +338,33 @@ struct TiledRows {  // no rows
 namespace MOESAIC_ISA {
 
 // As `multiply` in dot.h. Weights are prefetched a panel ahead, since all its columns are read together.
-template <class T, std::enable_if_t<kInteger<T>, int> = 0>
-inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
-                     float* out, int64_t stride, const T* then = nullptr) {
-    int64_t size = columns * ld, lead = std::min(size, PANEL_COLUMNS * ld + LEAD);
+template <class T>
+void multiply_panels(const float* const* rows, int64_t n, const Columns<T>& weights, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const void* then) {
+    int64_t size = columns * weights.ld, lead = std::min(size, PANEL_COLUMNS * weights.ld + LEAD);
     TiledRows<T> tiled(rows, n, k);
     int64_t rest = n - tiled.n, few = (rest + INTEGER_ROWS - 1) / INTEGER_ROWS, tiles = tiled.tiles + few;
     int64_t groups = std::min(k, BLOCK) / T::kGroup, steps = groups / GROUPS_AT_ONCE;
     // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
     if (n > FEW_INTEGER_ROWS) steps = groups * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES;
-    Stream stream(weights + lead, size - lead, PANEL_COLUMNS * span<T>(std::min(k, BLOCK)) / std::max<int64_t>(1, steps) + 1);
-    if (then != nullptr) stream.then = reinterpret_cast<const char*>(then), stream.then_size = lead;
+    int64_t panel_bytes = PANEL_COLUMNS * groups * weights.of_group;
+    Stream stream(weights.first + lead, size - lead, panel_bytes / std::max<int64_t>(1, steps) + (panel_bytes > 0));
+    if (then != nullptr) stream.then = static_cast<const char*>(then), stream.then_size = lead;
     IntegerPanel panel;
+    alignas(64) uint8_t room[PANEL_COLUMNS * Columns<T>::kStride];
     for (int64_t c = 0; c < columns; c += PANEL_COLUMNS) {
         int64_t some = std::min(PANEL_COLUMNS, columns - c);
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = std::min(k - begin, BLOCK);
-            BlockOf<T> of(weights + c * ld + span<T>(begin), count);
-            fill_heads(of, ld, some, panel);
+            auto from = weights.at(c, some, begin, count, room, [&](int64_t bytes) { stream.fetch(bytes); });
+            BlockOf<T> of(from.first, count);
+            fill_heads(of, from.ld, some, panel);
             if (n <= FEW_INTEGER_ROWS) {
                 const float* x[] = {rows[0] + begin, rows[n - 1] + begin};
-                few_rows<T>(n, x, of.codes, ld, some, panel, of.groups, stream, begin == 0, out + c, stride);
+                few_rows<T>(n, x, of.codes, from.ld, some, panel, of.groups, stream, begin == 0, out + c, stride);
                 continue;
             }
-            fill(of, ld, some, panel, stream);
+            fill(of, from.ld, some, panel, stream);
             tiled.multiply(panel, begin, of.groups, stream, out + c, stride, some);
             for (int64_t t = 0; t < few; t++) {
                 int64_t r = tiled.n + rest * t / few, more = tiled.n + rest * (t + 1) / few - r;
@@ -360,6 +373,18 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
                 panel_rows<T>(more, x, panel, of.groups, stream, begin == 0, out + r * stride + c, stride, some);
             }
         }
+    }
+}
+
+template <class T, std::enable_if_t<kInteger<T>, int> = 0>
+inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
+                     float* out, int64_t stride, const T* then = nullptr) {
+    if constexpr (kBlocks<T>) {
+        using As = Integer<typename T::As>;
+        const typename T::Exact* blocks = weights;
+        multiply_panels(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
+    } else {
+        multiply_panels(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
     }
 }
 

@@ -85,7 +85,7 @@ int64_t perform(int64_t (*operation)(const Experts&), const Experts& job) {
 
 // Converts a number to Stored. Raises ValueError if it is invalid, or if these kernels do not support it.
 Stored stored_as(int number) {
-    int most = int(active->packed ? Stored::kInt8Of16 : Stored::kWide);
+    int most = int(active->packed ? moesaic::kLastStored : Stored::kWide);
     if (number < 0 || number > most) {
         std::string allowed = "0 to " + std::to_string(most) + " with these kernels";
         throw nb::value_error(("stored: got " + std::to_string(number) + "; allowed: " + allowed).c_str());

@@ -27,6 +27,10 @@ struct Quantized {
     static constexpr bool kNibbles = kOf == Values::kInt4 || kOf == Values::kUint4 || kOf == Values::kE2M1;
     static constexpr int64_t kHead = kOffset ? 8 : 4;  // bytes of a group's scale and offset
     static constexpr int64_t kCodes = kNibbles ? kGroup / 2 : kGroup;
+    static constexpr int64_t bytes(int64_t numbers) {  // of a row
+        int64_t groups = numbers / BLOCK * (BLOCK / kGroup) + (numbers % BLOCK + kGroup - 1) / kGroup;
+        return groups * (kHead + kCodes);
+    }
 };
 
 using Fp8 = Quantized<Values::kE4M3, 128, false>;
@@ -36,29 +40,10 @@ using Int4 = Quantized<Values::kInt4, 32, false>;
 using Int4Offset = Quantized<Values::kUint4, 32, true>;
 using Mxfp4 = Quantized<Values::kE2M1, 32, false>;
 using Int8Of16 = Quantized<Values::kInt8, 16, false>;
+using Int8Of16Offset = Quantized<Values::kUint8, 16, true>;  // only of blocks (blocks.h) while they are multiplied
 
 template <Values kOf, int64_t kGroupSize, bool kOffset>
 constexpr bool kQuantized<Quantized<kOf, kGroupSize, kOffset>> = true;
-
-// Calls use(pointer to a quantised type). Rows are packed alike for all of them.
-template <class Use>
-auto with_quantized(moesaic::Stored stored, const Use& use) {
-    switch (stored) {
-        case moesaic::Stored::kFp8: return use(static_cast<Fp8*>(nullptr));
-        case moesaic::Stored::kInt8: return use(static_cast<Int8*>(nullptr));
-        case moesaic::Stored::kInt8Offset: return use(static_cast<Int8Offset*>(nullptr));
-        case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
-        case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
-        case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
-        default: return use(static_cast<Mxfp4*>(nullptr));
-    }
-}
-
-template <class T>
-constexpr int64_t quantized_bytes(int64_t numbers) {
-    int64_t groups = numbers / BLOCK * (BLOCK / T::kGroup) + (numbers % BLOCK + T::kGroup - 1) / T::kGroup;
-    return groups * (T::kHead + T::kCodes);
-}
 
 // Values of the codes of four bits. Those of E2M1 are doubled, and their scale is halved: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 template <Values kOf>
@@ -202,7 +187,7 @@ struct BlockOf {
 };
 
 // Dequantises a block of `count` numbers to floats in order, and fills up the last chunk with finite numbers.
-template <class T>
+template <class T, std::enable_if_t<!kBlocks<T>, int> = 0>
 inline void dequantize(const T* block, int64_t count, float* out) {
     BlockOf<T> of(block, count);
     int64_t i = 0;

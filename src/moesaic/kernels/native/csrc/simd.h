@@ -100,12 +100,12 @@ template <class T>
 constexpr bool kInteger = false;  // see integers.h
 
 template <class T>
-constexpr int64_t quantized_bytes(int64_t numbers);
+constexpr bool kBlocks = false;  // see blocks.h
 
 // Number of elements T that store this many numbers of a row, from its beginning.
 template <class T>
 constexpr int64_t span(int64_t numbers) {
-    if constexpr (kQuantized<T>) return quantized_bytes<T>(numbers);
+    if constexpr (kQuantized<T>) return T::bytes(numbers);
     return numbers;
 }
 

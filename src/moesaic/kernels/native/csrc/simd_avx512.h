@@ -70,6 +70,9 @@ inline void load_in_turn(const float* p, Vec& a, Vec& b) {
 MOESAIC_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 MOESAIC_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
+// A number of half precision.
+inline float widen_half(uint16_t half) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half))); }
+
 inline __m256 fold512(Vec x) {
     __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1));
     return _mm256_add_ps(_mm512_castps512_ps256(x), upper);

@@ -2,6 +2,7 @@
 // except on 64-bit ARM, which has a fused one.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -80,6 +81,13 @@ inline Vec widen_odd(const uint16_t* p) {
     return x;
 }
 
+// A number of half precision.
+inline float widen_half(uint16_t half) {
+    int exponent = half >> 10 & 31, mantissa = half & 1023;
+    float magnitude = std::ldexp(float(mantissa + (exponent > 0 ? 1024 : 0)), std::max(exponent, 1) - 25);
+    if (exponent == 31) magnitude = mantissa > 0 ? NAN : INFINITY;
+    return half & 0x8000 ? -magnitude : magnitude;
+}
 inline Vec widen_int8(const int8_t* p) { return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 
 // Lanes [from, to) of a, and the other lanes of b.

@@ -7,8 +7,14 @@
 
 namespace moesaic {
 
-// bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h. core/weight_types.py has the same order.
-enum class Stored { kNarrow, kWide, kCompressed, kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16 };
+// bf16, float32, bf16 in 12 bits (compressed.h), and the types of quantized.h and blocks.h. core/weight_types.py has the
+// same order.
+enum class Stored {
+    kNarrow, kWide, kCompressed,
+    kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16,
+    kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs, kMxfp4Blocks,
+};
+constexpr Stored kLastStored = Stored::kMxfp4Blocks;
 
 inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
 // Whether a number is an integer times a scale, plus an offset perhaps: core/weight_types.py says so too.

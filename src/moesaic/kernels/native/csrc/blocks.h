@@ -1,0 +1,392 @@
+// Weights in ggml's blocks, as GGUF files have them. kernels/blocks.py reads the same, and says what a code means.
+//
+// A type says where the scales of its blocks are, and how a block becomes codes of eight bits with a scale for each group,
+// and an offset in some types. `unpack` brings a stretch of a row into the layout of `As` (quantized.h), the type that
+// holds the same numbers. All products are written for those types, and read what is unpacked from L1.
+#pragma once
+
+#include "quantized.h"
+
+namespace MOESAIC_ISA {
+
+MOESAIC_INLINE float half_at(const uint8_t* p) {
+    uint16_t half;
+    std::memcpy(&half, p, 2);
+    return widen_half(half);
+}
+
+template <class AsType, int64_t kNumbersOf, int64_t kBytesOf, int64_t kScale = 0>
+struct Blocks {
+    uint8_t byte;
+    using As = AsType;
+    static constexpr Values kValues = As::kValues;
+    static constexpr int64_t kGroup = As::kGroup;
+    static constexpr int64_t kNumbers = kNumbersOf, kBytes = kBytesOf;  // of a block
+    static constexpr int64_t kGroups = kNumbers / kGroup;               // of a block
+    static constexpr int64_t bytes(int64_t numbers) { return (numbers + kNumbers - 1) / kNumbers * kBytes; }
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return half_at(block + kScale); }
+};
+
+typedef uint8_t Sixteen __attribute__((vector_size(16)));
+typedef uint8_t Thirty2 __attribute__((vector_size(32)));
+
+template <class V>
+MOESAIC_INLINE V codes_at(const uint8_t* p) {
+    V codes;
+    std::memcpy(&codes, p, sizeof codes);
+    return codes;
+}
+template <class V>
+MOESAIC_INLINE void put_codes(uint8_t* p, const V& codes) { std::memcpy(p, &codes, sizeof codes); }
+
+// Each byte shifted to the left, or by -kBy to the right. Bits of neighbours come in, which the caller masks.
+template <int kBy>
+MOESAIC_INLINE Thirty2 shifted(Thirty2 x) {
+    typedef uint64_t Words __attribute__((vector_size(32)));
+    if constexpr (kBy >= 0) return Thirty2(Words(x) << kBy);
+    return Thirty2(Words(x) >> (kBy < 0 ? -kBy : 0));
+}
+
+// Calls use(integral constant) for 0 to kCount - 1.
+template <int kCount, int i = 0, class Use>
+MOESAIC_INLINE void each(const Use& use) {
+    if constexpr (i < kCount) use(std::integral_constant<int, i>{}), each<kCount, i + 1>(use);
+}
+
+// A number times eight factors, which are integers of eight bits.
+template <bool kSigned>
+MOESAIC_INLINE void multiply_eight(uint64_t factors, float number, float* out) {
+#if defined(__AVX2__)
+    __m128i bytes = _mm_cvtsi64_si128(int64_t(factors));
+    __m256i wide = kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(number)));
+#else
+    for (int i = 0; i < 8; i++) {
+        uint8_t factor = uint8_t(factors >> 8 * i);
+        out[i] = (kSigned ? float(int8_t(factor)) : float(factor)) * number;
+    }
+#endif
+}
+
+constexpr uint64_t kLowHalves = 0x0f0f0f0f0f0f0f0fu;  // of bytes
+
+// Subtracts 32 from eight bytes, which are less than 64 before.
+MOESAIC_INLINE uint64_t less_32(uint64_t bytes) {
+    constexpr uint64_t kSigns = 0x8080808080808080u;  // no subtraction borrows from the next byte
+    return ((bytes | kSigns) - 0x2020202020202020u) ^ kSigns;
+}
+
+MOESAIC_INLINE uint64_t eight_bytes(const uint8_t* p) {
+    uint64_t bytes;
+    std::memcpy(&bytes, p, 8);
+    return bytes;
+}
+
+// 16 codes of four bits, replaced by what a table says.
+MOESAIC_INLINE Sixteen look_up(const int8_t (&table)[16], Sixteen codes) {
+#if defined(__AVX2__)
+    __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return Sixteen(_mm_shuffle_epi8(numbers, __m128i(codes)));
+#else
+    for (int i = 0; i < 16; i++) codes[i] = uint8_t(table[codes[i]]);
+    return codes;
+#endif
+}
+
+// 16 for each set bit of two bytes, 0 for each other one.
+MOESAIC_INLINE Sixteen sixteens(const uint8_t* bits) {
+    constexpr Sixteen kBit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+#if defined(__AVX2__)
+    uint16_t both;
+    std::memcpy(&both, bits, 2);
+    const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    Sixteen bytes = Sixteen(_mm_shuffle_epi8(_mm_cvtsi32_si128(both), places));
+#else
+    Sixteen bytes;
+    for (int i = 0; i < 16; i++) bytes[i] = bits[i / 8];
+#endif
+    return Sixteen((bytes & kBit) == kBit) & 16;
+}
+
+struct Q8_0 : Blocks<Int8, 32, 34> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        put_codes(codes, codes_at<Thirty2>(block + 2));
+    }
+};
+
+struct Q4_0 : Blocks<Int8, 32, 18> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        Sixteen both = codes_at<Sixteen>(block + 2);
+        put_codes(codes, (both & 15) - 8), put_codes(codes + 16, (both >> 4) - 8);
+    }
+};
+
+struct Q4_1 : Blocks<Int8Offset, 32, 20> {
+    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        Sixteen both = codes_at<Sixteen>(block + 4);
+        put_codes(codes, both & 15), put_codes(codes + 16, both >> 4);
+    }
+};
+
+struct Q5_0 : Blocks<Int8, 32, 22> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        Sixteen both = codes_at<Sixteen>(block + 6);
+        put_codes(codes, ((both & 15) | sixteens(block + 2)) - 16);
+        put_codes(codes + 16, (both >> 4 | sixteens(block + 4)) - 16);
+    }
+};
+
+struct Q5_1 : Blocks<Int8Offset, 32, 24> {
+    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        Sixteen both = codes_at<Sixteen>(block + 8);
+        put_codes(codes, (both & 15) | sixteens(block + 4));
+        put_codes(codes + 16, both >> 4 | sixteens(block + 6));
+    }
+};
+
+// Codes of IQ4_NL and IQ4_XS stand for these numbers.
+constexpr int8_t kUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// What a table says for the low halves of 16 bytes, then for the high ones.
+MOESAIC_INLINE void put_numbers(const int8_t (&table)[16], const uint8_t* from, uint8_t* codes) {
+    Sixteen both = codes_at<Sixteen>(from);
+    put_codes(codes, look_up(table, both & 15)), put_codes(codes + 16, look_up(table, both >> 4));
+}
+
+struct Iq4Nl : Blocks<Int8, 32, 18> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        put_numbers(kUneven, block + 2, codes);
+    }
+};
+
+struct Mxfp4Blocks : Blocks<Int8, 32, 17> {
+    // A power of two, halved since codes stand for doubled numbers. 255 stands for NaN.
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) {
+        uint32_t exponent = block[0];
+        uint32_t bits = exponent > 1 ? (exponent - 1) << 23 : uint32_t(1) << (21 + exponent);
+        if (exponent == 255) bits = 0x7fc00000u;
+        float scale;
+        std::memcpy(&scale, &bits, 4);
+        return scale;
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        put_numbers(Nibble<Values::kE2M1>::kTable, block + 1, codes);
+    }
+};
+
+// Blocks of 256 numbers also say which multiples of the block's scale, and of its offset, those of their groups are.
+// Factors of Q4_K and Q5_K: eight of six bits for scales, and as many for minima, in 12 bytes.
+MOESAIC_INLINE void put_six_bits(const uint8_t* from, float scale, float minimum, float* scales, float* offsets) {
+    uint32_t low, middle, high;
+    std::memcpy(&low, from, 4), std::memcpy(&middle, from + 4, 4), std::memcpy(&high, from + 8, 4);
+    auto eight = [](uint64_t first, uint64_t fours, uint64_t tops) MOESAIC_INLINE_LAMBDA {
+        return (first & 0x3f3f3f3fu) | ((fours & 0x0f0f0f0fu) | (tops >> 2 & 0x30303030u)) << 32;
+    };
+    uint64_t of_scales = eight(low, high, low), of_minima = eight(middle, high >> 4, middle);
+    multiply_eight<false>(of_scales, scale, scales), multiply_eight<false>(of_minima, -minimum, offsets);
+}
+
+struct Q4_K : Blocks<Int8Offset, 256, 144> {
+    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
+        put_six_bits(block + 4, scale, minimum, scales, offsets);
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+            Thirty2 both = codes_at<Thirty2>(block + 16 + 32 * i);
+            put_codes(codes + 64 * i, both & 15), put_codes(codes + 64 * i + 32, shifted<-4>(both) & 15);
+        });
+    }
+};
+
+struct Q5_K : Blocks<Int8Offset, 256, 176> {
+    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
+        put_six_bits(block + 4, scale, minimum, scales, offsets);
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        Thirty2 fifth = codes_at<Thirty2>(block + 16);
+        each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+            Thirty2 both = codes_at<Thirty2>(block + 48 + 32 * i);
+            put_codes(codes + 64 * i, (both & 15) | (shifted<4 - 2 * i>(fifth) & 16));
+            put_codes(codes + 64 * i + 32, (shifted<-4>(both) & 15) | (shifted<3 - 2 * i>(fifth) & 16));
+        });
+    }
+};
+
+struct Q6_K : Blocks<Int8Of16, 256, 210, 208> {
+    static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float, float* scales, float*) {
+        multiply_eight<true>(eight_bytes(block + 192), scale, scales);
+        multiply_eight<true>(eight_bytes(block + 200), scale, scales + 8);
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        MOESAIC_UNROLL for (int half = 0; half < 2; half++, codes += 128) {
+            Thirty2 top = codes_at<Thirty2>(block + 128 + 32 * half);
+            each<2>([&](auto i) MOESAIC_INLINE_LAMBDA {
+                Thirty2 both = codes_at<Thirty2>(block + 64 * half + 32 * i);
+                put_codes(codes + 32 * i, ((both & 15) | (shifted<4 - 2 * i>(top) & 48)) - 32);
+                put_codes(codes + 64 + 32 * i, ((shifted<-4>(both) & 15) | (shifted<-2 * i>(top) & 48)) - 32);
+            });
+        }
+    }
+};
+
+struct Q2_K : Blocks<Int8Of16Offset, 256, 84, 80> {
+    static constexpr int64_t kOffset = 82;
+    static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
+        MOESAIC_UNROLL for (int i = 0; i < 16; i += 8) {
+            uint64_t both = eight_bytes(block + i), low = both & kLowHalves, high = both >> 4 & kLowHalves;
+            multiply_eight<false>(low, scale, scales + i), multiply_eight<false>(high, -minimum, offsets + i);
+        }
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        MOESAIC_UNROLL for (int half = 0; half < 2; half++) {
+            Thirty2 fours = codes_at<Thirty2>(block + 16 + 32 * half);
+            each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+                put_codes(codes + 128 * half + 32 * i, shifted<-2 * i>(fours) & 3);
+            });
+        }
+    }
+};
+
+struct Q3_K : Blocks<Int8Of16, 256, 110, 108> {
+    static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float, float* scales, float*) {
+        uint64_t low = eight_bytes(block + 96);
+        uint32_t top;
+        std::memcpy(&top, block + 104, 4);
+        MOESAIC_UNROLL for (int i = 0; i < 2; i++) {  // eight groups
+            uint64_t first = top >> 4 * i & 0x03030303u, second = top >> (4 * i + 2) & 0x03030303u;
+            uint64_t factors = (low >> 4 * i & kLowHalves) | (first | second << 32) << 4;
+            multiply_eight<true>(less_32(factors), scale, scales + 8 * i);
+        }
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        Thirty2 third = codes_at<Thirty2>(block);
+        each<2>([&](auto half) MOESAIC_INLINE_LAMBDA {
+            Thirty2 fours = codes_at<Thirty2>(block + 32 + 32 * half);
+            each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+                Thirty2 top = shifted<2 - 4 * half - i>(third) & 4;
+                put_codes(codes + 128 * half + 32 * i, ((shifted<-2 * i>(fours) & 3) | top) - 4);
+            });
+        });
+    }
+};
+
+struct Iq4Xs : Blocks<Int8, 256, 136> {
+    static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float, float* scales, float*) {
+        uint16_t top;
+        uint32_t halves;
+        std::memcpy(&top, block + 2, 2), std::memcpy(&halves, block + 4, 4);
+        uint64_t factors = 0;
+        MOESAIC_UNROLL for (int i = 0; i < 8; i++) {
+            factors |= uint64_t((halves >> 4 * i & 15) | (top >> 2 * i & 3) << 4) << 8 * i;
+        }
+        multiply_eight<true>(less_32(factors), scale, scales);
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        MOESAIC_UNROLL for (int i = 0; i < 8; i++) put_numbers(kUneven, block + 8 + 16 * i, codes + 32 * i);
+    }
+};
+
+#define MOESAIC_BLOCKS(use)                                                                                           \
+    use(Q8_0) use(Q4_0) use(Q4_1) use(Q5_0) use(Q5_1) use(Q2_K) use(Q3_K) use(Q4_K) use(Q5_K) use(Q6_K) use(Iq4Nl)    \
+    use(Iq4Xs) use(Mxfp4Blocks)
+
+#define MOESAIC_IS_BLOCKS(T)               \
+    template <>                            \
+    constexpr bool kQuantized<T> = true;   \
+    template <>                            \
+    constexpr bool kBlocks<T> = true;
+MOESAIC_BLOCKS(MOESAIC_IS_BLOCKS)
+#undef MOESAIC_IS_BLOCKS
+
+// Calls use(pointer to a quantised type). Rows are packed alike for all of them.
+template <class Use>
+auto with_quantized(moesaic::Stored stored, const Use& use) {
+    switch (stored) {
+        case moesaic::Stored::kFp8: return use(static_cast<Fp8*>(nullptr));
+        case moesaic::Stored::kInt8: return use(static_cast<Int8*>(nullptr));
+        case moesaic::Stored::kInt8Offset: return use(static_cast<Int8Offset*>(nullptr));
+        case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
+        case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
+        case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
+#define MOESAIC_CASE(T) \
+    case moesaic::Stored::k##T: return use(static_cast<T*>(nullptr));
+            MOESAIC_BLOCKS(MOESAIC_CASE)
+#undef MOESAIC_CASE
+        default: return use(static_cast<Mxfp4*>(nullptr));
+    }
+}
+
+// Brings `count` numbers of a row, at most BLOCK and whole blocks, into the layout of As.
+template <class T>
+void unpack(const uint8_t* from, int64_t count, uint8_t* out) {
+    using As = typename T::As;
+    int64_t groups = count / T::kGroup;
+    float* scales = reinterpret_cast<float*>(out);
+    float* offsets = scales + groups;
+    uint8_t* codes = out + As::kHead * groups;
+    for (int64_t i = 0; i < count; i += T::kNumbers, from += T::kBytes) {
+        float scale = T::scale_of(from), offset = 0;
+        if constexpr (As::kHasOffset) offset = half_at(from + T::kOffset);
+        if constexpr (T::kNumbers == 32) {
+            *scales = scale;
+            if constexpr (As::kHasOffset) *offsets = offset;
+        } else {
+            T::put_scales(from, scale, offset, scales, offsets);
+        }
+        T::unpack(from, codes + i);
+        scales += T::kGroups, offsets += T::kGroups;
+    }
+}
+
+// As `dequantize` of quantized.h.
+template <class T, std::enable_if_t<kBlocks<T>, int> = 0>
+inline void dequantize(const T* block, int64_t count, float* out) {
+    using As = typename T::As;
+    alignas(64) uint8_t room[As::bytes(BLOCK)];
+    unpack<T>(&block->byte, count, room);
+    dequantize(reinterpret_cast<const As*>(room), count, out);
+}
+
+// Columns of a matrix, as rows of type T or of blocks that become T. Products read a stretch of a few columns at a time.
+template <class T>
+struct Columns {
+    static constexpr int64_t kStride = T::bytes(BLOCK);  // of unpacked columns
+
+    const uint8_t* first;
+    int64_t ld;        // bytes of a column
+    int64_t stretch;   // bytes of BLOCK numbers
+    int64_t of_group;  // bytes of a group, at least; 0 if columns are unpacked
+    void (*unpack)(const uint8_t* from, int64_t count, uint8_t* out);  // null: stored as T
+
+    explicit Columns(const T* weights, int64_t row)
+        : first(&weights->byte), ld(row), stretch(T::bytes(BLOCK)), of_group(T::kHead + T::kCodes), unpack(nullptr) {}
+    template <class B>
+    static Columns of_blocks(const B* weights, int64_t row) {
+        Columns columns(reinterpret_cast<const T*>(weights), row);
+        columns.stretch = B::bytes(BLOCK), columns.of_group = 0;
+        columns.unpack = MOESAIC_ISA::unpack<B>;
+        return columns;
+    }
+
+    // The stretch of `count` numbers from `begin` on of `some` columns. The next column is `ld` bytes further. room: has
+    // kStride bytes for each. Calls passing(bytes) for each column that is unpacked.
+    struct Stretch {
+        const T* first;
+        int64_t ld;
+    };
+    template <class Passing>
+    MOESAIC_INLINE Stretch at(int64_t column, int64_t some, int64_t begin, int64_t count, uint8_t* room,
+                              const Passing& passing) const {
+        const uint8_t* from = first + column * ld + begin / BLOCK * stretch;
+        if (unpack == nullptr) return {reinterpret_cast<const T*>(from), ld};
+        int64_t bytes = count == BLOCK ? stretch : ld - begin / BLOCK * stretch;
+        for (int64_t c = 0; c < some; c++) unpack(from + c * ld, count, room + c * kStride), passing(bytes);
+        return {reinterpret_cast<const T*>(room), kStride};
+    }
+};
+
+}  // namespace MOESAIC_ISA

@@ -1,0 +1,122 @@
+"""ggml's blocks: their numbers are those of the library `gguf`, and products have the bits of the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tests.kernels.test_compressed_native import NONE, Mlp, Size, reading, uneven
+from tests.support import integer_products
+from tests.support.guarded import Guarded
+from tests.support.native_kernels import same_bits
+
+from moesaic.core.weight_types import (
+    BLOCK_TYPES,
+    NATIVE_DTYPES,
+    expert_code,
+    is_integer,
+    join_dtypes,
+    row_bytes,
+)
+from moesaic.kernels import blocks, table
+from moesaic.kernels.matrix import QuantizedMatrix
+from moesaic.kernels.quantized_layout import Bytes
+from moesaic.kernels.table import Kernels
+
+__all__ = ["reading"]
+FLOAT32 = NATIVE_DTYPES.index("float32")
+HALVES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2)}
+HALVES |= {"q6_k": (208,), "mxfp4_e8m0": ()}
+"""Where a block has numbers in float16, where that is not at its beginning only."""
+INTEGER = [name for name in table.instruction_sets() if name in table.INTEGER]
+
+
+def draw_blocks(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> Bytes:
+    """Random rows. Each code and factor is likely; scales are small numbers of both signs, some subnormal."""
+    kind = BLOCK_TYPES[dtype]
+    stored = rng.integers(0, 256, (rows * columns // kind.numbers, kind.size)).astype(np.uint8)
+    for place in HALVES.get(dtype, (0,)):
+        scales = rng.standard_normal(len(stored)) * rng.choice([1e-6, 1e-3, 0.05], len(stored))
+        stored[:, place : place + 2] = scales.astype("<f2").reshape(-1, 1).view(np.uint8)
+    if dtype == "mxfp4_e8m0":
+        stored[:, 0] = rng.choice([0, 1, 2, 110, 122, 127], len(stored))
+    return stored.reshape(rows, row_bytes(dtype, columns))
+
+
+def sizes(*types: str) -> list[Size]:
+    """Sizes of experts whose rows are whole blocks of all these types: shorter and longer than a stretch."""
+    if all(BLOCK_TYPES[dtype].numbers == 32 for dtype in types):
+        return [Size(32, 96), Size(1056, 64), Size(2080, 32)]
+    return [Size(256, 256), Size(1280, 512), Size(2304, 256)]
+
+
+def draw_mlp(rng: np.random.Generator, inner: str, down: str, size: Size) -> list[Bytes]:
+    types = inner, inner, down
+    return [draw_blocks(rng, dtype, *shape) for dtype, shape in zip(types, size.shapes, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def auto_again() -> Iterator[None]:
+    yield
+    table.pick("cpu").set_threads(1, False)
+
+
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_numbers_are_those_of_the_library(dtype: str) -> None:
+    name = "MXFP4" if dtype == "mxfp4_e8m0" else dtype.upper()
+    kind = gguf.GGMLQuantizationType[name]
+    assert gguf.GGML_QUANT_SIZES[kind] == (BLOCK_TYPES[dtype].numbers, BLOCK_TYPES[dtype].size)
+    stored = draw_blocks(np.random.default_rng(1), dtype, 40, 512)
+    assert np.array_equal(blocks.dequantize(dtype, stored), gguf.quants.dequantize(stored, kind))
+
+
+PAIRS = [*((dtype, dtype) for dtype in BLOCK_TYPES), ("q4_k", "q6_k"), ("mxfp4_e8m0", "q8_0"), ("q2_k", "q3_k")]
+
+
+@pytest.mark.parametrize(("inner", "down"), PAIRS)
+def test_experts_have_the_bits_of_float32(reading: Kernels, inner: str, down: str) -> None:
+    for size in sizes(inner, down):
+        rng, code = np.random.default_rng(size.h), expert_code(join_dtypes(inner, down))
+        stored = [draw_mlp(rng, inner, down, size) for _ in range(4)]
+        types = inner, inner, down
+        floats = [
+            Mlp([blocks.dequantize(dtype, rows) for dtype, rows in zip(types, mlp, strict=True)]) for mlp in stored
+        ]
+        for n in (1, 3, 9, 25, 200):
+            rows, ids = 0.1 * rng.standard_normal((n, size.h), dtype=np.float32), uneven(rng, n)
+            wanted = size.run([*floats, NONE], FLOAT32, rows, ids)
+            assert wanted.any()
+            for threads in (1, 2):
+                reading.set_threads(threads, False)
+                assert np.array_equal(size.run([*map(Mlp, stored), NONE], code, rows, ids), wanted)
+
+
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_dense_matrices_have_the_bits_of_float32(reading: Kernels, dtype: str) -> None:
+    for rows, columns in ((9, 256), (65, 1280), (3, 2304)):
+        stored = draw_blocks(np.random.default_rng(columns), dtype, rows, columns)
+        weight = QuantizedMatrix(Guarded()(torch.from_numpy(stored)), columns, dtype)
+        floats, ids = torch.from_numpy(blocks.dequantize(dtype, stored)), torch.tensor([rows - 1, 0, 1])
+        assert same_bits(reading.embed(weight, ids), floats[ids])
+        for count in (1, 2, 5, 8, 9, 30, 300):
+            hidden = torch.randn(count, columns)
+            assert same_bits(reading.linear(hidden, weight, None), reading.linear(hidden, floats, None))
+
+
+@pytest.mark.parametrize("name", INTEGER or [pytest.param("", marks=pytest.mark.skip("no integer kernels"))])
+@pytest.mark.parametrize(("inner", "down"), PAIRS)
+def test_integer_products_have_the_bits_of_the_slow_ones(name: str, inner: str, down: str) -> None:
+    dtype = join_dtypes(inner, down)
+    assert is_integer(dtype)
+    for size in sizes(inner, down)[:2]:
+        rng = np.random.default_rng(size.h)
+        mlp = draw_mlp(rng, inner, down, size)
+        rows = torch.from_numpy(0.1 * rng.standard_normal((19, size.h), dtype=np.float32))
+        wanted = integer_products.expert(table.INTEGER[name], dtype, mlp, rows)
+        table.pick("cpu", name)
+        for count in (1, 2, 3, 19):
+            stored = size.run([Mlp(mlp)], expert_code(dtype), rows[:count].numpy(), [0] * count)
+            assert same_bits(torch.from_numpy(stored.view(np.float32)), wanted[:count])
