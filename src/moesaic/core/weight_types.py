@@ -147,6 +147,16 @@ def is_quantized(dtype: str) -> bool:
     return dtype in QUANTIZATIONS or dtype in BLOCK_TYPES
 
 
+def convert_blocks(dtype: str) -> str:
+    """The type of experts for kernels that read no blocks: that of QUANTIZATIONS with the same numbers.
+
+    >>> convert_blocks("q4_k+q6_k"), convert_blocks("q2_k"), convert_blocks("fp8")
+    ('int4_offset+int8_16', 'float32', 'fp8')
+    """
+    types = [BLOCK_TYPES[one].converted if one in BLOCK_TYPES else one for one in split_dtype(dtype)]
+    return "float32" if "float32" in types else join_dtypes(*types)
+
+
 def group_numbers(dtype: str) -> int:
     """Numbers of a row of a quantised type that cannot be told apart: those of a group, or of a block.
 

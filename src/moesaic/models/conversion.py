@@ -51,6 +51,8 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
     is_compressed = plain and headers.find(*first).dtype == COMPRESSED_ROWS
     if plain and (not is_compressed or is_packed(layout.dtype)):
         return None
+    if all(headers.is_stored(layout, layer) for layer in layout.layers):
+        return None
     of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
     sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
     read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)

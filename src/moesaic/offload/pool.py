@@ -40,7 +40,8 @@ class ExpertPool:
     def __init__(self, path: Path, layout: ExpertLayout, fast_memory: int, direct: bool = True) -> None:
         plan = Plan(path, layout, {}, None)
         converts = conversion_of(plan.headers, layout) is not None
-        size, staging = (ConvertingReader if converts else StoredReader).sizes(plan, layout)
+        sizes, staging = (ConvertingReader if converts else StoredReader).sizes(plan, layout)
+        size = max(sizes.values())
         count = min((fast_memory - whole_blocks(staging)) // size, len(plan.places))
         if count < LEAST:
             least = -(-(LEAST * size + whole_blocks(staging)) // MIB)
@@ -50,7 +51,7 @@ class ExpertPool:
         self._layout = layout
         self._files = Files(plan.files, direct)
         arena = Arena(whole_blocks(count * size) + whole_blocks(staging))
-        self._free = list(places_of(arena.take(count * size), size))
+        self._free = list(places_of(arena.take(count * size), [size] * count))
         if converts:
             self._reader: ConvertingReader | StoredReader = ConvertingReader(
                 plan, layout, self._files, arena.take(staging)
