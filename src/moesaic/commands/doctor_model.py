@@ -324,7 +324,7 @@ def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, sourc
                 return replace(model, activation_number=ROW_BYTES)
     return (
         convert_sizes(sizes, loaded_type, source.read())
-        if loaded_type in QUANTIZATIONS
+        if loaded_type in QUANTIZATIONS  # blocks of a GGUF file are not converted
         else in_format(sizes, loaded_type, gpu=False)
     )
 

@@ -1,9 +1,9 @@
 """The weights of an expert server, read from the checkpoint with numpy alone.
 
 A matrix that the checkpoint stores in the type that the kernels read, such as the blocks of a GGUF file,
-stays in the mapped file. So processes of one host share its pages, and loading an expert only needs the header of the file. Other types are
-converted once. Without mapping, experts are read into memory of the server's own. So are experts in columns,
-which the kernels read as rows.
+stays in the mapped file. So processes of one host share its pages, and loading an expert only needs the
+header of the file. Other types are converted once. Without mapping, experts are read into memory of the
+server's own. So are experts in columns, which the kernels read as rows.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Checkpoint:
         """The bytes of a quantised matrix in type `dtype`: those of the file if it has them in this type."""
         read = self._headers.reader(lambda place: self._read_place(matrix.name, place))
         try:
-            if dtype in (matrix.dtype, matrix.converted):
+            if dtype in (matrix.dtype, matrix.conversion):
                 return matrix.pack_rows(read, dtype=dtype).reshape(-1)
             floats = matrix.floats(read).reshape(-1).view(np.uint8)
         except CheckpointError as error:

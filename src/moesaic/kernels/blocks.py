@@ -1,7 +1,8 @@
 """The codes, scales and offsets of ggml's blocks, as GGUF files have them.
 
-A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks, whose layout is that of ggml's structs:
-`block_q4_K` and so on. The numbers are those that the library `gguf` computes, to the bit. `csrc/blocks.h` reads the same.
+A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks, whose layout is that of ggml's
+structs: `block_q4_K` and so on. The numbers are those that the library `gguf` computes, to the bit.
+`csrc/blocks.h` reads the same.
 
 Question: How are the numbers of a GGUF block computed?
 """
@@ -192,9 +193,9 @@ def find_not_finite(dtype: str, stored_rows: Bytes) -> float | None:
         return None if largest <= MOST_EXPONENT else float("nan" if largest == 255 else "inf")
     for offset in SCALES[dtype]:
         # An exponent of float16 whose bits are all set means NaN or infinity.
-        broken = blocks[blocks[:, offset + 1] & 0x7C == 0x7C]
-        if len(broken):
-            return float(_half(broken, offset)[0, 0])
+        damage = blocks[blocks[:, offset + 1] & 0x7C == 0x7C]
+        if len(damage):
+            return float(_half(damage, offset)[0, 0])
     return None
 
 

@@ -228,8 +228,8 @@ class Kernels:
     reuse_memory: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
 
-    def quantized_type(self, dtype: str) -> str:
-        """The type that weights of a quantised type in files have in memory; "float32" if they are not read."""
+    def choose_quantized_type(self, dtype: str) -> str:
+        """The type in memory of weights that have a quantised type in files. "float32": they are not read."""
         if not self.can_use_quantized:
             return "float32"
         return dtype if self.can_use_blocks else convert_blocks(dtype)

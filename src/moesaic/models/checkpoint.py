@@ -132,7 +132,7 @@ class Checkpoint:
         it is transposed to [columns, rows] of the part. A compressed or quantised tensor stays so if dtype is
         uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
-        packed_dtype: the type of a quantised tensor that stays so: that of its Matrix, or `Matrix.converted`.
+        packed_dtype: the type of a quantised tensor that stays so: that of its Matrix, or its `conversion`.
         """
         self.claim(name, *shape)
         matrix = self.find_quantized(name, *shape)
@@ -191,18 +191,17 @@ class Checkpoint:
             shape = tuple(self._slice(part.tensor).get_shape())
             return as_array(raw, str(self._kind(part.tensor)), part, shape)
 
-        is_packed = dtype is torch.uint8
         try:
-            if is_packed:
-                numbers = matrix.pack_rows(array, part=part, dtype=packed_dtype)
+            if dtype is torch.uint8:
+                stored_rows = matrix.pack_rows(array, part=part, dtype=packed_dtype)
                 if scan and matrix.dtype in BLOCK_TYPES and packed_dtype in (None, matrix.dtype):
-                    matrix.check_blocks(numbers)
+                    matrix.check_blocks(stored_rows)
+                numbers = torch.from_numpy(stored_rows)
             else:
-                numbers = matrix.floats(array)[part]
+                numbers = torch.from_numpy(matrix.floats(array)[part])
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
-        packed_rows = torch.from_numpy(numbers)
-        tensor = packed_rows.to(device=device, dtype=dtype).contiguous()
+        tensor = numbers.to(device=device, dtype=dtype).contiguous()
         is_mapped = _is_part_of(file_parts, tensor)
         if is_mapped and self._copies is not None:
             tensor = self._copies.copy(tensor)

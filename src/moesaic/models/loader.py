@@ -107,7 +107,7 @@ class Loader:
     def _refuse_split_groups(self, matrix: Matrix, dtype: str, part: tuple[slice, ...]) -> None:
         """Raises ConfigError unless kernels of integers round the same numbers together in a part of type
         `dtype` as in the whole matrix."""
-        size = ROUNDED if is_integer(matrix.converted) else max(ROUNDED, group_numbers(matrix.dtype))
+        size = ROUNDED if is_integer(matrix.conversion) else max(ROUNDED, group_numbers(matrix.dtype))
         if dtype == "float32" or not matrix.cuts(part, dtype, size):
             groups = f"whole groups of {size} columns of {matrix.name} with {self.kernels.name} kernels"
             raise ConfigError.field("--tensor-parallel-size", self.shard.size, f"ranks with {groups}")
@@ -168,7 +168,7 @@ class Loader:
         stays = self.of_expert.size == 1 and self.kernels.can_use_quantized
         quantised_type = quantised_experts(self.checkpoint, names)
         if quantised_type is not None:
-            quantised_type = self.kernels.quantized_type(quantised_type)
+            quantised_type = self.kernels.choose_quantized_type(quantised_type)
         if self.kernels.is_integer and self.of_expert.size > 1:
             allowed_sizes = f"1 with {self.kernels.name} kernels"
             raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed_sizes)

@@ -122,12 +122,19 @@ def load(
 
 def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu") -> int:
     """Bytes that all but the routed experts takes in the memory of `device`. Only headers are read."""
+    return claim_outside_experts(path, kernels, dtype, device).bytes
+
+
+def claim_outside_experts(
+    path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu"
+) -> CountingClaims:
+    """Counts what all but the routed experts takes. Only headers are read."""
     file, config = _parse(path)
     claims = CountingClaims(path)
     loader = Loader(claims, kernels, "meta", _dtype(dtype, device, claims, kernels), positions=0)
     _build_outside(config, config.spec, loader)
     file.blocks(config, loader)
-    return claims.bytes
+    return claims
 
 
 def load_outside(path: Path, kernels: Kernels) -> Model:
@@ -234,7 +241,7 @@ def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:
     core/weight_types.py."""
     number = _dtype_in_memory(DTYPES.get(file_type, torch.bfloat16), device, kernels)
     if is_quantized(split_dtype(file_type)[0]) and (kernels.can_use_quantized or device.startswith("cpu")):
-        return kernels.quantized_type(file_type)
+        return kernels.choose_quantized_type(file_type)
     if file_type not in DTYPES and kernels.can_use_compressed and number is torch.bfloat16:
         return file_type
     return str(number).removeprefix("torch.")

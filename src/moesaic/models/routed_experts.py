@@ -58,7 +58,7 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
 
 
 def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, expert_ids: Iterable[int]) -> None:
-    """Raises CheckpointError unless these experts have the types of the layer's first, or none is quantised."""
+    """Raises CheckpointError unless these experts have the quantised types of the layer's first, or none."""
     inner, outer = split_dtype(quantised_experts(checkpoint, names) or "")
     for expert in expert_ids:
         *inners, last = (tensor for tensor in names.list_tensors(expert) if len(tensor) == 3)

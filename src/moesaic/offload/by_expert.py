@@ -1,7 +1,7 @@
 """Routed experts that are read one at a time, each to a place of its own.
 
-All places of a layer have one size, so any of its experts can take the place of another one. An expert that is chosen often can
-then stay on the fast level, in the place of one that is not.
+All places of a layer have one size, so any of its experts can take the place of another one. An expert that
+is chosen often can then stay on the fast level, in the place of one that is not.
 """
 
 from __future__ import annotations

@@ -183,9 +183,7 @@ def _numbers(place: Place, read_bytes: ReadBytes, columns: int = 0) -> torch.Ten
 
 def dense_sizes(layout: ExpertLayout) -> dict[int, int]:
     """Layer -> bytes of the memory of one of its experts as the kernels read it."""
-    return {
-        layer: sum(map(align_size, layout.bytes_of(layout.dtype_of(layer)))) for layer in layout.layers
-    }
+    return {layer: sum(map(align_size, layout.bytes_of(layout.dtype_of(layer)))) for layer in layout.layers}
 
 
 def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:

@@ -316,7 +316,7 @@ def _places(headers: Headers, name: str, *shape: int, kernel_dtype: str, convert
             if len(shape) == 1
             else [_place(headers, name, *shape, kernel_dtype=kernel_dtype, converts=converts)]
         )
-    allowed_types = (matrix.dtype, matrix.converted, *NUMBER_BYTES) if converts else (matrix.dtype,)
+    allowed_types = (matrix.dtype, matrix.conversion, *NUMBER_BYTES) if converts else (matrix.dtype,)
     if len(shape) == 2 and kernel_dtype not in allowed_types:
         problem = f"an expert is stored as {matrix.dtype}; allowed: {kernel_dtype}, as others"
         raise CheckpointError(f"{headers.path}: tensor {matrix.name}: {problem}")

@@ -12,7 +12,7 @@ from moesaic.core.weight_types import (
     BLOCK,
     COMPRESSED_DTYPE,
     NUMBER_BYTES,
-    QUANTIZATIONS,
+    is_quantized,
     row_bytes,
     split_dtype,
 )
@@ -84,7 +84,12 @@ def read_checkpoint_sizes(
             in_format(model, layout.largest, gpu=False), ties_embeddings=registry.has_tied_embeddings(path)
         )
         other_bytes = registry.bytes_outside_experts(path, kernels, dtype, device)
-        model = replace(model, number=other_bytes / model.other_parameters, quantized_dtype=layout.largest)
+        model = replace(
+            model,
+            number=other_bytes / model.other_parameters,
+            quantized_dtype=layout.largest,
+            mean_expert=layout.num_bytes / layout.num_experts / len(layout.layers) - 4 * model.expert_biases,
+        )
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     model = replace(model, has_compressed_experts=layout.dtype == COMPRESSED_DTYPE)
@@ -114,7 +119,8 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
         model,
         number=number,
         has_compressed_experts=name == COMPRESSED_DTYPE,
-        quantized_dtype=name if split_dtype(name)[0] in QUANTIZATIONS else None,
+        quantized_dtype=name if is_quantized(split_dtype(name)[0]) else None,
+        mean_expert=None,
         activation_number=number if gpu else ROW_BYTES,
         conversion=None,
         read=None,
@@ -130,7 +136,7 @@ def _number(model: ModelSizes, name: str) -> float:
     everything beside the experts in bf16.
     """
     kind, plain = split_dtype(name)[0], NUMBER_BYTES["bfloat16"]
-    if kind not in QUANTIZATIONS or name == "mxfp4":
+    if not is_quantized(kind) or name == "mxfp4":
         return float(NUMBER_BYTES.get(name, plain))
     attention, num_float32 = model.attention, model.gates
     if isinstance(attention, Latent):

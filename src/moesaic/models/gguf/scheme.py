@@ -118,7 +118,16 @@ class Gguf:
         dtype, make = "float32" if kind in NUMBERS else BLOCKS[kind], _make_rows(order)
         if column_order is not None:
             dtype, make = _make_columns(kind, column_order)
-        return Matrix(name, rows, columns, dtype, (part,), make, in_bf16=kind == "BF16")
+        return Matrix(
+            name,
+            rows,
+            columns,
+            dtype,
+            (part,),
+            make,
+            in_bf16=kind == "BF16",
+            is_stored=order is None and column_order is None,
+        )
 
     def _by_head(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         """Qwen3-Next's projection to query, key, value and gate, which newer files have in two tensors.
@@ -187,8 +196,8 @@ def _make_columns(kind: str, order: Order) -> tuple[str, Make]:
     if moved_blocks is not None:
         return dtype, partial(_reorder_blocks, moved_blocks)
     moved_groups = _whole_groups(order, block.group)
-    if moved_groups is not None and block.converted != "float32":
-        return block.converted, partial(_reorder_groups, dtype, order, moved_groups)
+    if moved_groups is not None and block.conversion != "float32":
+        return block.conversion, partial(_reorder_groups, dtype, order, moved_groups)
     return "float32", partial(_reorder_columns, kind, order)
 
 
@@ -208,8 +217,8 @@ def _whole_groups(order: Order, size: int) -> Order | None:
 def _reorder_blocks(blocks_of_row: Order, array: Array) -> Array:
     """The blocks of each row in another order."""
     rows = len(array)
-    reordered: Array = array.reshape(rows, len(blocks_of_row), -1)[:, blocks_of_row].reshape(rows, -1)
-    return reordered
+    row_blocks: Array = array.reshape(rows, len(blocks_of_row), -1)[:, blocks_of_row]
+    return row_blocks.reshape(rows, -1)
 
 
 def _reorder_groups(dtype: str, order: Order, groups: Order, array: Array) -> CodedMatrix:

@@ -98,13 +98,13 @@ class Matrix:
     """Whether the kernels read each part as the file has it. Then `make` only puts parts together."""
 
     @property
-    def converted(self) -> str:
+    def conversion(self) -> str:
         """`dtype` for kernels that read no blocks."""
-        return BLOCK_TYPES[self.dtype].converted if self.dtype in BLOCK_TYPES else self.dtype
+        return BLOCK_TYPES[self.dtype].conversion if self.dtype in BLOCK_TYPES else self.dtype
 
     def choose_type(self, part: tuple[slice, ...], can_use_blocks: bool) -> str:
         """The type in which a part can stay for kernels that read quantised types, or "float32"."""
-        types = [self.dtype, self.converted] if can_use_blocks else [self.converted]
+        types = [self.dtype, self.conversion] if can_use_blocks else [self.conversion]
         return next((dtype for dtype in types if self.cuts(part, dtype)), "float32")
 
     def pack_rows(
@@ -119,19 +119,19 @@ class Matrix:
         They may be a view of what `read` returns, if the files have these bytes in this order.
 
         part: the rows and columns that are wanted, for which `cuts` holds. dtype: `self.dtype`, which is the
-        default, or `converted`. Raises CheckpointError for NaN and infinite numbers, and for scales so large
+        default, or `conversion`. Raises CheckpointError for NaN and infinite numbers, and for scales so large
         that a code is infinite. But blocks that stay as they are stored are not looked at.
         """
-        dtype, made = dtype or self.dtype, self._decode([read(part) for part in self.parts])
+        dtype, content = dtype or self.dtype, self._decode([read(part) for part in self.parts])
         if self.dtype in BLOCK_TYPES and dtype == self.dtype:
-            assert not isinstance(made, CodedMatrix)
-            return _put(self._part_of_blocks(made, part), output)
-        coded = self._code(made, dtype)
-        if not isinstance(coded, CodedMatrix):
-            self._check(coded, "the matrix")
-            return _put(np.ascontiguousarray(coded[part], dtype="<f4").view(np.uint8), output)
-        self._check_coded(coded, QUANTIZATIONS[dtype].values)
-        return pack(dtype, *self._part(dtype, *self._regroup(dtype, coded), part), output)
+            assert not isinstance(content, CodedMatrix)
+            return _put(self._part_of_blocks(content, part), output)
+        matrix = self._code(content, dtype)
+        if not isinstance(matrix, CodedMatrix):
+            self._check(matrix, "the matrix")
+            return _put(np.ascontiguousarray(matrix[part], dtype="<f4").view(np.uint8), output)
+        self._check_coded(matrix, QUANTIZATIONS[dtype].values)
+        return pack(dtype, *self._part(dtype, *self._regroup(dtype, matrix), part), output)
 
     def cuts(self, part: tuple[slice, ...], dtype: str, group: int = 1) -> bool:
         """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
@@ -169,14 +169,14 @@ class Matrix:
         """The most bytes that `packed` or `floats` take beside a result in type `dtype`."""
         return scratch_of(dtype, self.rows * self.columns)
 
-    def _code(self, made: CodedMatrix | Array, dtype: str) -> CodedMatrix | Floats:
+    def _code(self, content: CodedMatrix | Array, dtype: str) -> CodedMatrix | Floats:
         """What `make` returned, for the conversion to type `dtype`."""
-        if isinstance(made, CodedMatrix) or self.dtype not in BLOCK_TYPES:
-            return made
-        self.check_blocks(made)
+        if isinstance(content, CodedMatrix) or self.dtype not in BLOCK_TYPES:
+            return content
+        self.check_blocks(content)
         if dtype == "float32":
-            return blocks.dequantize(self.dtype, made)
-        return CodedMatrix(*blocks.decode_rows(self.dtype, made))
+            return blocks.dequantize(self.dtype, content)
+        return CodedMatrix(*blocks.decode_rows(self.dtype, content))
 
     def _part_of_blocks(self, stored_rows: Bytes, part: tuple[slice, ...]) -> Bytes:
         """The bytes of a part of a matrix in blocks."""
@@ -208,18 +208,18 @@ class Matrix:
         part_codes = codes[rows, columns.start : columns.stop]
         return part_codes, scales[rows, groups], None if offsets is None else offsets[rows, groups]
 
-    def _check_coded(self, coded: CodedMatrix, values: str) -> None:
+    def _check_coded(self, matrix: CodedMatrix, values: str) -> None:
         """Raises CheckpointError for scales, offsets and codes that are or make NaN or infinite numbers."""
-        self._check(coded.scales, "a scale")
-        if coded.offsets is not None:
-            self._check(coded.offsets, "an offset")
+        self._check(matrix.scales, "a scale")
+        if matrix.offsets is not None:
+            self._check(matrix.offsets, "an offset")
         with np.errstate(over="ignore"):
             # A finite scale may still give an infinite number with the largest code.
-            largest = np.abs(coded.scales) * np.nanmax(np.abs(TABLES[values]))
-            self._check(largest if coded.offsets is None else largest + np.abs(coded.offsets), "the matrix")
+            largest = np.abs(matrix.scales) * np.nanmax(np.abs(TABLES[values]))
+            self._check(largest if matrix.offsets is None else largest + np.abs(matrix.offsets), "the matrix")
         if values == "e4m3":  # the only type with codes of NaN, which no scale shows
-            for begin in range(0, len(coded.codes), BAND):
-                if (coded.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
+            for begin in range(0, len(matrix.codes), BAND):
+                if (matrix.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
                     self._refuse("nan", "the matrix")
 
     def _check(self, numbers: Floats, subject: str) -> None:
