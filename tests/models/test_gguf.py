@@ -91,7 +91,7 @@ def like_q4_k_m(name: str) -> str:
     return "Q6_K" if more else "F16" if "attn_k_b" in name else "Q4_K"
 
 
-UNWRITTEN = ("MXFP4", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K")
+UNWRITTEN = ("MXFP4", "IQ4_NL", "IQ4_XS")
 """Types that a Qwen3 never has, and those that nothing here writes."""
 MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
     **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind not in UNWRITTEN},  # type: ignore[misc]

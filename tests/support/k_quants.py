@@ -1,4 +1,4 @@
-"""Quantises to Q4_K, Q5_K and Q6_K, which the library `gguf` reads but does not write.
+"""Quantises to Q2_K, Q3_K, Q4_K, Q5_K and Q6_K, which the library `gguf` reads but does not write.
 
 Each group gets the scale and minimum of its own range, rounded to the bits that the format has.
 """
@@ -77,4 +77,38 @@ def q6_k(rows: Floats) -> Bytes:
     return np.concatenate([low, high, scales.view(np.uint8), d], axis=1)
 
 
-WRITERS = {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}
+def _two_bits(codes: Bytes) -> Bytes:
+    """Codes of two bits [n, 256] in 64 bytes: 32 numbers of four in a row in the same bytes."""
+    quarters: Any = codes.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return quarters.sum(2, dtype=np.uint8).reshape(-1, 64)
+
+
+def q2_k(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 16, 16)
+    low, high = np.minimum(groups.min(2), 0), groups.max(2)
+    d, d_is = _halves(((high - low) / 3).max(1) / 15)
+    dmin, dmin_is = _halves((-low).max(1) / 15)
+    scales = np.clip(np.round(_ratio((high - low) / 3, d_is[:, None])), 0, 15).astype(np.uint8)
+    minima = np.clip(np.round(_ratio(-low, dmin_is[:, None])), 0, 15).astype(np.uint8)
+    step, least = d_is[:, None] * scales, dmin_is[:, None] * minima
+    codes = np.clip(np.round(_ratio(groups + least[..., None], step[..., None])), 0, 3).astype(np.uint8)
+    return np.concatenate([scales | minima << 4, _two_bits(codes.reshape(-1, 256)), d, dmin], axis=1)
+
+
+def q3_k(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 16, 16)
+    own = np.abs(groups).max(2) / 3
+    d, d_is = _halves(own.max(1) / 31)
+    factors = np.clip(np.round(_ratio(own, d_is[:, None])), 0, 31)
+    step = d_is[:, None] * factors
+    codes = (np.clip(np.round(_ratio(groups, step[..., None])), -4, 3) + 4).astype(np.uint8).reshape(-1, 256)
+    third_bits: Any = (codes >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    six_bits = (factors + 32).astype(np.uint8)
+    upper: Any = (six_bits >> 4).reshape(-1, 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    packed = np.concatenate(
+        [six_bits[:, :8] & 15 | (six_bits[:, 8:] & 15) << 4, upper.sum(1, dtype=np.uint8)], axis=1
+    )
+    return np.concatenate([third_bits.sum(1, dtype=np.uint8), _two_bits(codes & 3), packed, d], axis=1)
+
+
+WRITERS = {"Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}

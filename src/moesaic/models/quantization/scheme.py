@@ -133,11 +133,12 @@ class Matrix:
         self._check_coded(matrix, QUANTIZATIONS[dtype].values)
         return pack(dtype, *self._part(dtype, *self._regroup(dtype, matrix), part), output)
 
-    def cuts(self, part: tuple[slice, ...], dtype: str, group: int = 1) -> bool:
-        """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
+    def cuts(self, part: tuple[slice, ...], dtype: str | None = None, group: int = 1) -> bool:
+        """Whether a part has whole groups of each row, so that it can stay in a type, or in its own.
 
         group: also whole groups of this power of two.
         """
+        dtype = dtype or self.dtype
         if not is_quantized(dtype):
             return False
         columns, size = range(self.columns)[(*part, slice(None), slice(None))[1]], group_numbers(dtype)
