@@ -140,10 +140,7 @@ class Checkpoint:
             return self._read_matrix(matrix, dtype, device, part, scan, packed_dtype)
         mapped = self._read_whole(name, shape)
         if dtype is torch.uint8 is not mapped.dtype:
-            kind = self._slice(name).get_dtype()
-            raise CheckpointError(
-                f"{self.path}: tensor {name}: got dtype {kind}; allowed: U8, as other experts"
-            )
+            self._refuse_numbers(name)
         if mapped.dtype is torch.uint8 is not dtype:
             bits = torch.from_numpy(decompress(mapped.numpy(), shape[1])).view(torch.bfloat16)
             part_bits = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
@@ -167,6 +164,10 @@ class Checkpoint:
             self._bytes_read += mapped.nbytes
             self._progress(self._bytes_read, self._bytes)
         return tensor
+
+    def _refuse_numbers(self, name: str) -> None:
+        kind = self._slice(name).get_dtype()
+        raise CheckpointError(f"{self.path}: tensor {name}: got dtype {kind}; allowed: U8, as other experts")
 
     def _read_matrix(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 from moesaic.core.text_config import TEXT
 from moesaic.core.weight_types import (
     BLOCK,
+    BLOCK_TYPES,
     COMPRESSED_DTYPE,
     NUMBER_BYTES,
     is_quantized,
@@ -132,10 +133,10 @@ def _number(model: ModelSizes, name: str) -> float:
     """Bytes of a number of all but the experts, as a mean, if the experts have this type.
 
     Beside quantised experts, other matrices have the type of gate and up. Gates and the heads' matrices of
-    latent attention are float32, and files have the embedding and the LM head in bf16. Files in MXFP4 have
-    everything beside the experts in bf16.
+    latent attention are float32, and files have the embedding and the LM head in bf16, except for GGUF files.
+    Files in MXFP4 have everything beside the experts in bf16.
     """
-    kind, plain = split_dtype(name)[0], NUMBER_BYTES["bfloat16"]
+    kind, plain = split_dtype(name)[0], float(NUMBER_BYTES["bfloat16"])
     if not is_quantized(kind) or name == "mxfp4":
         return float(NUMBER_BYTES.get(name, plain))
     attention, num_float32 = model.attention, model.gates
@@ -143,9 +144,9 @@ def _number(model: ModelSizes, name: str) -> float:
         num_float32 += (
             model.layers * attention.heads * (attention.nope_width + attention.value) * attention.rank
         )
-    quantized_bytes = (
-        row_bytes(kind, BLOCK) / BLOCK * (model.other_parameters - num_float32 - model.embeddings)
-    )
+    quantized_number = row_bytes(kind, BLOCK) / BLOCK
+    plain = quantized_number if kind in BLOCK_TYPES else plain
+    quantized_bytes = quantized_number * (model.other_parameters - num_float32 - model.embeddings)
     return (
         quantized_bytes + NUMBER_BYTES["float32"] * num_float32 + plain * model.embeddings
     ) / model.other_parameters
