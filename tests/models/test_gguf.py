@@ -91,10 +91,10 @@ def like_q4_k_m(name: str) -> str:
     return "Q6_K" if more else "F16" if "attn_k_b" in name else "Q4_K"
 
 
-UNWRITTEN = ("MXFP4", "IQ4_NL", "IQ4_XS")
-"""Types that a Qwen3 never has, and those that nothing here writes."""
+UNUSUAL = ("MXFP4",)
+"""Types that a Qwen3 never has."""
 MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
-    **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind not in UNWRITTEN},  # type: ignore[misc]
+    **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind not in UNUSUAL},  # type: ignore[misc]
     "BF16": ("qwen3", lambda name: "BF16"),
     "F16": ("qwen3", lambda name: "F16"),
     "as Q4_K_M": ("qwen3", like_q4_k_m),
