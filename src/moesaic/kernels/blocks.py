@@ -201,9 +201,10 @@ def find_not_finite(dtype: str, stored_rows: Bytes) -> float | None:
 
 def dequantize(dtype: str, stored_rows: Bytes) -> Floats:
     """The numbers [rows, columns] of rows [rows, row_bytes] of a type of BLOCK_TYPES."""
-    codes, scales, offsets = decode_rows(dtype, stored_rows)
-    numbers = TABLES[VALUES.get(dtype, "int8")][codes].reshape(*scales.shape, BLOCK_TYPES[dtype].group)
-    numbers *= scales[:, :, None]
-    if offsets is not None:
-        numbers += offsets[:, :, None]
+    with np.errstate(over="ignore", invalid="ignore"):  # of damaged blocks
+        codes, scales, offsets = decode_rows(dtype, stored_rows)
+        numbers = TABLES[VALUES.get(dtype, "int8")][codes].reshape(*scales.shape, BLOCK_TYPES[dtype].group)
+        numbers *= scales[:, :, None]
+        if offsets is not None:
+            numbers += offsets[:, :, None]
     return numbers.reshape(len(stored_rows), -1)

@@ -162,17 +162,14 @@ class Loader:
     def expert_type(self, names: ExpertNames) -> str:
         """Type of routed experts, a name of core/weight_types.py.
 
-        Compressed and quantised ones stay so if the kernels support that and ranks do not share them. Raises
-        ConfigError for kernels of integers where ranks share them.
+        Quantised ones stay so if the kernels support that. Compressed ones do if ranks do not share them.
+        Raises ConfigError for kernels of integers where ranks share them.
         """
-        stays = self.of_expert.size == 1 and self.kernels.can_use_quantized
-        quantised_type = quantised_experts(self.checkpoint, names)
-        if quantised_type is not None:
-            quantised_type = self.kernels.choose_quantized_type(quantised_type)
         if self.kernels.is_integer and self.of_expert.size > 1:
             allowed_sizes = f"1 with {self.kernels.name} kernels"
             raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed_sizes)
-        if quantised_type is not None and stays and is_packed(quantised_type):
+        quantised_type = self._choose_quantised_type(names)
+        if quantised_type is not None and is_packed(quantised_type):
             return quantised_type
         if quantised_type is not None and self.device.startswith("cpu"):
             return "float32"
@@ -181,6 +178,20 @@ class Loader:
         if stays and self.checkpoint.dtype(names.list_tensors(0)[0][0]) is torch.uint8:
             return COMPRESSED_DTYPE
         return str(self.dtype).removeprefix("torch.")
+
+    def _choose_quantised_type(self, names: ExpertNames) -> str | None:
+        """Type in memory of quantised experts, or of the rank's part. None: they are not quantised."""
+        file_type = quantised_experts(self.checkpoint, names)
+        if file_type is None or self.of_expert.size == 1 or not self.kernels.can_use_quantized:
+            return None if file_type is None else self.kernels.choose_quantized_type(file_type)
+        rank_part, can_use_blocks = self.of_expert.part(names.width), self.kernels.can_use_blocks
+        gate_matrix, down_matrix = find_expert_matrices(self.checkpoint, names)
+        types = [
+            matrix.choose_type(part, can_use_blocks)
+            for matrix, part in ((gate_matrix, (rank_part,)), (down_matrix, (slice(None), rank_part)))
+            if matrix is not None
+        ]
+        return "float32" if "float32" in types else join_dtypes(types[0], types[-1])
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
         """Returns tensor `name`, a full name, in float32."""
@@ -354,10 +365,15 @@ class ExpertNames:
         )
 
 
+def find_expert_matrices(checkpoint: Checkpoint, names: ExpertNames) -> tuple[Matrix | None, Matrix | None]:
+    """Gate and down of a layer's first expert; None for one that is not quantised."""
+    first, *_, last = (tensor for tensor in names.list_tensors(0) if len(tensor) == 3)
+    return checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
+
+
 def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
     """Type of a layer's first expert, as `core.weight_types.join_dtypes`; None: its gate is not quantised."""
-    first, *_, last = (tensor for tensor in names.list_tensors(0) if len(tensor) == 3)
-    matrix, down_matrix = checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
+    matrix, down_matrix = find_expert_matrices(checkpoint, names)
     if matrix is None or down_matrix is None:
         return None if matrix is None else matrix.dtype
     return join_dtypes(matrix.dtype, down_matrix.dtype)
