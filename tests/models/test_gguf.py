@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,11 +20,13 @@ from tokenizers import pre_tokenizers
 from moesaic.experts.store import Store
 from moesaic.kernels import table
 from moesaic.models import fingerprint, registry
+from moesaic.models.conversion import conversion_of
 from moesaic.models.files import generation_defaults, read_config, resolve
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.gguf.architectures import ARCHITECTURES
 from moesaic.models.gguf.blocks import BLOCKS
 from moesaic.models.gguf.metadata import Metadata
+from moesaic.models.headers import Headers
 
 pytestmark = pytest.mark.slow
 
@@ -200,6 +203,33 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
             * 2,
         }[mix]
     )
+
+
+@pytest.mark.skipif(not kernels.can_use_blocks, reason="these kernels read no blocks")
+@pytest.mark.parametrize(
+    ("mix", "types"),
+    [
+        ("as Q4_K_M", ["int4_offset+int8_16", "int4_offset"]),
+        ("MXFP4", ["mxfp4", "mxfp4"]),
+        ("Q3_K", ["int8_16", "int8_16"]),
+        ("Q2_K", None),
+    ],
+)
+def test_kernels_that_read_no_blocks_get_types_with_the_same_numbers(
+    sources: Callable[[str], Path], tmp_path: Path, mix: str, types: list[str] | None
+) -> None:
+    """As those of Triton."""
+    file, _ = mixed(sources, tmp_path, mix)
+    model = registry.load(file, replace(kernels, can_use_blocks=False))
+    for layer, weights in model.experts.items():
+        if types is None:
+            assert weights.matrices_of(0)[0].dtype is torch.float32
+        else:
+            assert weights.packed_dtype == types[layer]
+    layout = registry.expert_layout(file, replace(kernels, can_use_blocks=False))
+    assert conversion_of(Headers(file), layout) is not None
+    tokens = tiny_models.prompt(24, model_configs.VOCAB)
+    assert torch.equal(Driver(model).prefill(tokens), logits(file, tokens))
 
 
 @pytest.mark.parametrize("mapped", [True, False])

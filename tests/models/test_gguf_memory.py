@@ -11,6 +11,7 @@ import torch
 from tests.models.test_gguf import like_q4_k_m
 from tests.support import gguf_files, model_configs, tiny_models
 
+from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
 from moesaic.experts.store import Store
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
@@ -24,6 +25,7 @@ from moesaic.offload.by_expert import StreamedByExpert
 from moesaic.offload.pool import ExpertPool
 from moesaic.offload.weights import StreamedExperts
 from moesaic.planning.sizes import read_checkpoint_sizes
+from moesaic.runtime import fitting
 
 kernels = table.pick("cpu", "auto")
 pytestmark = [
@@ -165,3 +167,14 @@ def test_plans_count_the_bytes_of_the_file(file: Path) -> None:
     assert model.moe_layers * model.routed_bytes == bytes_of(file, "_exps") == layout.num_bytes
     assert (model.conversion, model.read, model.staging) == (None, None, 0.0)
     assert model.weights == pytest.approx(registry.load(file, kernels).num_bytes)
+
+
+def test_a_start_counts_mapped_blocks_as_no_memory_of_its_own(file: Path) -> None:
+    config, spec = WorkerConfig(ModelConfig(str(file))), registry.read_spec(file)
+    need = fitting.measure_need(config, ClusterConfig(), spec)
+    two = fitting.measure_need(config, ClusterConfig(attention_workers=2), spec)
+    assert need.weights <= 1.02 * bytes_of(file) and two.weights == need.weights + two.private - need.private
+    assert need.experts == bytes_of(file, "_exps")
+    assert need.private <= 0.02 * bytes_of(file)
+    copies = fitting.measure_need(WorkerConfig(ModelConfig(str(file), mmap=False)), ClusterConfig(), spec)
+    assert copies.private == copies.weights == need.weights

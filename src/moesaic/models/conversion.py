@@ -139,7 +139,7 @@ class CountingClaims(Claims):
         **_: Any,
     ) -> bool:
         """Whether `Checkpoint.tensor` would return a view of the file."""
-        if is_transposed or len(part) > 1:
+        if is_transposed or (len(part) > 1 and len(range(shape[1])[part[1]]) < shape[1]):
             return False
         matrix = self.find_quantized(name, *shape)
         if matrix is None:
