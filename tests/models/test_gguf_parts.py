@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,14 +14,15 @@ import torch
 from gguf import GGUFReader
 from tests.support import gguf_files, model_configs, tiny_models
 
-from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, is_quantized, split_dtype
+from moesaic.core.errors import CheckpointError, ConfigError
+from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, is_integer, is_quantized, split_dtype
 from moesaic.kernels import table
 from moesaic.kernels.blocks import SCALES
-from moesaic.kernels.matrix import QuantizedMatrix
+from moesaic.kernels.matrix import QuantizedMatrix, kind_of
 from moesaic.models import registry
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.gguf.blocks import BLOCKS
+from moesaic.models.loader import Loader
 from moesaic.models.shard import Shard
 
 kernels = table.pick("cpu", "auto")
@@ -146,3 +148,22 @@ def test_damage_in_an_expert_is_found_when_it_is_computed_or_converted(
     assert rows[0].isfinite().all() and not rows[1].isfinite().all(), "the last expert is damaged"
     with pytest.raises(CheckpointError, match=r"experts.1.down_proj: got inf in a scale; allowed: finite"):
         registry.load(file, table.pick("cpu", "reference"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "MXFP4"])
+def test_kernels_of_integers_round_the_same_numbers_together_in_ranks(written: Written, kind: str) -> None:
+    """Types of integers stay such in a part of whole groups of 32 columns; else ranks are refused.
+
+    Nothing but blocks holds the numbers of Q2_K as integers.
+    """
+    file, rounding = written(kind), replace(kernels, is_integer=True)
+    loader = Loader(Checkpoint(file), rounding, "cpu", torch.bfloat16, Shard(0, 2))
+    rows, name = loader.checkpoint._slice(NAME).get_shape()[0], NAME.removesuffix(".weight")
+    allowed = 256 if kind == "Q2_K" else 32
+    for begin in range(0, SIZE, 16):
+        part = slice(None), slice(begin, SIZE)
+        if begin % allowed:
+            with pytest.raises(ConfigError, match=f"ranks with whole groups of {allowed} columns of {name}"):
+                loader.weight(name, rows, SIZE, *part)
+        else:
+            assert is_integer(kind_of(loader.weight(name, rows, SIZE, *part)))
