@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,8 @@ class Row:
     """How its files are stored, for people."""
     type: str = "bfloat16"
     """Type of its routed experts in memory: a name of `core.weight_types`."""
+    other_type: str | None = None
+    """That of half of its layers, where they have smaller experts."""
 
 
 BF16, FP8, MXFP4 = "bf16", "FP8", "MXFP4"
@@ -62,7 +64,7 @@ ROWS = (
     Row("moonshotai/Moonlight-16B-A3B-Instruct", published.MOONLIGHT, BF16),
     Row("baidu/ERNIE-4.5-21B-A3B-PT", published.ERNIE_4_5_21B, BF16),
     Row("Qwen/Qwen3-30B-A3B-GPTQ-Int4", published.QWEN3_30B_A3B, "int4 (GPTQ)", "int4_offset"),
-    Row("Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", published.QWEN3_30B_A3B, "GGUF Q4_K_M", "int4_offset+int8_16"),
+    Row("Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", published.QWEN3_30B_A3B, "GGUF Q4_K_M", "q4_k+q6_k", "q4_k"),
     Row("Qwen/Qwen3-30B-A3B-FP8", published.QWEN3_30B_A3B, FP8, "fp8"),
     Row("Qwen/Qwen3-30B-A3B", published.QWEN3_30B_A3B, BF16),
     Row("zai-org/GLM-4.7-Flash", published.GLM_4_7_FLASH, BF16),
@@ -105,9 +107,15 @@ def machine(name: str) -> Hardware:
     return from_tables(tomllib.loads((ROOT / "examples" / f"{name}.toml").read_text(encoding="utf-8")))
 
 
-def sizes(config: Mapping[str, Any], kind: str) -> ModelSizes:
-    """The sizes of a model in memory on a CPU. kind: type of its routed experts there."""
-    return in_format(read(dict(config), "table"), kind, gpu=False)
+def sizes(config: Mapping[str, Any], kind: str, other_kind: str | None = None) -> ModelSizes:
+    """The sizes of a model in memory on a CPU. kind: type of its routed experts there. other_kind: as
+    `Row.other_type`."""
+    model = read(dict(config), "table")
+    first = in_format(model, kind, gpu=False)
+    if other_kind is None:
+        return first
+    second = in_format(model, other_kind, gpu=False)
+    return replace(first, mean_expert=(first.expert_bytes + second.expert_bytes) / 2)
 
 
 def in_memory(model: ModelSizes, hardware: Hardware) -> float | None:
@@ -153,7 +161,7 @@ def priced() -> Iterator[str]:
     yield "| model (hub id) | format | weights, GiB | two cores, tokens/s | server, tokens/s | speed is |"
     yield "|---|---|---:|---:|---:|---|"
     for row in ROWS:
-        model = sizes(row.config, row.type)
+        model = sizes(row.config, row.type, row.other_type)
         weights = f"{format_of(model, row.type).weight_bytes / GIB:.1f}"
         cells = " | ".join(cell(model, one) for one in machines)
         yield f"| `{row.hub_id}` | {row.stored} | {weights} | {cells} | priced |"

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
-from gguf import GGMLQuantizationType
 from tests.support import gguf_files, model_configs, tiny_models
 from tests.support.model_driver import Driver
 from tokenizers import pre_tokenizers
 
 from moesaic.experts.store import Store
 from moesaic.kernels import table
-from moesaic.kernels.quantized_layout import dequantize, pack
 from moesaic.models import fingerprint, registry
+from moesaic.models.conversion import conversion_of
 from moesaic.models.files import generation_defaults, read_config, resolve
 from moesaic.models.fingerprint import ExpertDigests
 from moesaic.models.gguf.architectures import ARCHITECTURES
-from moesaic.models.gguf.blocks import BLOCKS, decode_rows
+from moesaic.models.gguf.blocks import BLOCKS
 from moesaic.models.gguf.metadata import Metadata
+from moesaic.models.headers import Headers
 
 pytestmark = pytest.mark.slow
 
@@ -94,10 +94,10 @@ def like_q4_k_m(name: str) -> str:
     return "Q6_K" if more else "F16" if "attn_k_b" in name else "Q4_K"
 
 
-UNWRITTEN = ("MXFP4", "IQ4_NL", "IQ4_XS")
-"""Types that a Qwen3 never has, and those that nothing here writes."""
+UNUSUAL = ("MXFP4",)
+"""Types that a Qwen3 never has."""
 MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
-    **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind not in UNWRITTEN},  # type: ignore[misc]
+    **{kind: ("qwen3", lambda name, kind=kind: kind) for kind in BLOCKS if kind not in UNUSUAL},  # type: ignore[misc]
     "BF16": ("qwen3", lambda name: "BF16"),
     "F16": ("qwen3", lambda name: "F16"),
     "as Q4_K_M": ("qwen3", like_q4_k_m),
@@ -137,24 +137,6 @@ def mixed(sources: Callable[[str], Path], to: Path, mix: str, **how: Any) -> tup
 
 def logits(path: Path, tokens: list[int]) -> torch.Tensor:
     return Driver(registry.load(path, kernels)).prefill(tokens)
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_every_block_has_the_numbers_of_the_library(kind: str) -> None:
-    """Of random bytes, except that numbers of 16 bits are finite."""
-    block, rng = BLOCKS[kind], np.random.default_rng(3)
-    stored = rng.integers(0, 256, (64, 4 * block.size), dtype=np.uint8)
-    blocks = stored.reshape(-1, block.size)
-    if kind == "MXFP4":
-        blocks[:, 0] %= 250  # larger ones are infinite in float32
-    else:
-        halves = rng.standard_normal((len(blocks), 2)).astype("<f2").view(np.uint8)
-        at = block.size - 2 if kind == "Q6_K" else 0
-        pair = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-        blocks[:, at : at + (4 if pair else 2)] = halves[:, : 4 if pair else 2]
-    wanted = gguf.dequantize(stored, GGMLQuantizationType[kind])
-    found = dequantize(block.dtype, pack(block.dtype, *decode_rows(kind, stored)), 4 * block.numbers)
-    assert wanted.any() and np.array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("family", slow_but(FAST, FAMILIES))
@@ -213,14 +195,41 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
     assert (
         found
         == {
-            "as Q4_K_M": ["int4_offset+int8_16", "int4_offset"],
-            "MXFP4": ["mxfp4", "mxfp4"],
+            "as Q4_K_M": ["q4_k+q6_k", "q4_k"],
+            "MXFP4": ["mxfp4_e8m0", "mxfp4_e8m0"],
             "experts in BF16": [
                 torch.bfloat16 if torch.bfloat16 in kernels.unconverted_dtypes else torch.float32
             ]
             * 2,
         }[mix]
     )
+
+
+@pytest.mark.skipif(not kernels.can_use_blocks, reason="these kernels read no blocks")
+@pytest.mark.parametrize(
+    ("mix", "types"),
+    [
+        ("as Q4_K_M", ["int4_offset+int8_16", "int4_offset"]),
+        ("MXFP4", ["mxfp4", "mxfp4"]),
+        ("Q3_K", ["int8_16", "int8_16"]),
+        ("Q2_K", None),
+    ],
+)
+def test_kernels_that_read_no_blocks_get_types_with_the_same_numbers(
+    sources: Callable[[str], Path], tmp_path: Path, mix: str, types: list[str] | None
+) -> None:
+    """As those of Triton."""
+    file, _ = mixed(sources, tmp_path, mix)
+    model = registry.load(file, replace(kernels, can_use_blocks=False))
+    for layer, weights in model.experts.items():
+        if types is None:
+            assert weights.matrices_of(0)[0].dtype is torch.float32
+        else:
+            assert weights.packed_dtype == types[layer]
+    layout = registry.expert_layout(file, replace(kernels, can_use_blocks=False))
+    assert conversion_of(Headers(file), layout) is not None
+    tokens = tiny_models.prompt(24, model_configs.VOCAB)
+    assert torch.equal(Driver(model).prefill(tokens), logits(file, tokens))
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -286,7 +295,7 @@ def test_early_files_have_experts_one_by_one(tmp_path: Path) -> None:
     file, plain = gguf_files.write(source, tmp_path / "made", lambda name: "Q8_0", apart=True)
     tokens = tiny_models.prompt(24, model_configs.VOCAB)
     assert torch.equal(logits(file, tokens), logits(plain, tokens))
-    assert registry.load(file, kernels).experts[0].packed_dtype == "int8"
+    assert registry.load(file, kernels).experts[0].packed_dtype == "q8_0"
 
 
 def test_split_files_and_directories(sources: Callable[[str], Path], tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 def pool_of(case: Case, places: int) -> ExpertPool:
     whole = ExpertPool(case.path, case.layout, 1 << 30)
-    assert whole.places == EXPERTS * len(LAYERS), "not more than there are experts"
+    assert whole.count_places(0) == EXPERTS * len(LAYERS), "not more than there are experts"
     for memory in range(ALIGNMENT, 1 << 22, ALIGNMENT):
         with contextlib.suppress(ConfigError):
             pool = ExpertPool(case.path, case.layout, memory)
-            if pool.places == places:
+            if pool.count_places(0) == places:
                 return pool
     raise AssertionError("no memory has room for so many")
 

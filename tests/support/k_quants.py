@@ -1,4 +1,4 @@
-"""Quantises to Q4_K, Q5_K and Q6_K, which the library `gguf` reads but does not write.
+"""Quantises to Q2_K to Q6_K, IQ4_NL and IQ4_XS, which the library `gguf` reads but does not write.
 
 Each group gets the scale and minimum of its own range, rounded to the bits that the format has.
 """
@@ -77,4 +77,71 @@ def q6_k(rows: Floats) -> Bytes:
     return np.concatenate([low, high, scales.view(np.uint8), d], axis=1)
 
 
-WRITERS = {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}
+def _two_bits(codes: Bytes) -> Bytes:
+    """Codes of two bits [n, 256] in 64 bytes: 32 numbers of four in a row in the same bytes."""
+    quarters: Any = codes.reshape(-1, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return quarters.sum(2, dtype=np.uint8).reshape(-1, 64)
+
+
+def q2_k(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 16, 16)
+    low, high = np.minimum(groups.min(2), 0), groups.max(2)
+    d, d_is = _halves(((high - low) / 3).max(1) / 15)
+    dmin, dmin_is = _halves((-low).max(1) / 15)
+    scales = np.clip(np.round(_ratio((high - low) / 3, d_is[:, None])), 0, 15).astype(np.uint8)
+    minima = np.clip(np.round(_ratio(-low, dmin_is[:, None])), 0, 15).astype(np.uint8)
+    step, least = d_is[:, None] * scales, dmin_is[:, None] * minima
+    codes = np.clip(np.round(_ratio(groups + least[..., None], step[..., None])), 0, 3).astype(np.uint8)
+    return np.concatenate([scales | minima << 4, _two_bits(codes.reshape(-1, 256)), d, dmin], axis=1)
+
+
+def q3_k(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 16, 16)
+    own = np.abs(groups).max(2) / 3
+    d, d_is = _halves(own.max(1) / 31)
+    factors = np.clip(np.round(_ratio(own, d_is[:, None])), 0, 31)
+    step = d_is[:, None] * factors
+    codes = (np.clip(np.round(_ratio(groups, step[..., None])), -4, 3) + 4).astype(np.uint8).reshape(-1, 256)
+    third_bits: Any = (codes >> 2).reshape(-1, 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    six_bits = (factors + 32).astype(np.uint8)
+    upper: Any = (six_bits >> 4).reshape(-1, 4, 4) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    packed = np.concatenate(
+        [six_bits[:, :8] & 15 | (six_bits[:, 8:] & 15) << 4, upper.sum(1, dtype=np.uint8)], axis=1
+    )
+    return np.concatenate([third_bits.sum(1, dtype=np.uint8), _two_bits(codes & 3), packed, d], axis=1)
+
+
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+"""What the codes of IQ4_NL and IQ4_XS stand for."""
+
+
+def _nearest_codes(groups: Floats, step: Floats) -> Bytes:
+    """Codes of IQ4 [n, 8, 16]: those of 32 numbers [n, 8, 32] in the halves of 16 bytes."""
+    values = _ratio(groups, step[..., None])
+    codes = np.abs(values[..., None] - IQ4).argmin(3).astype(np.uint8)
+    return codes[:, :, :16] | codes[:, :, 16:] << 4
+
+
+def iq4_nl(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 8, 32)
+    d, step = _halves(np.abs(groups).max(2).reshape(-1) / 113)
+    codes = _nearest_codes(groups, step.reshape(-1, 8))
+    return np.concatenate([d.reshape(-1, 8, 2), codes], axis=2).reshape(len(groups), -1)
+
+
+def iq4_xs(rows: Floats) -> Bytes:
+    groups = rows.reshape(-1, 8, 32)
+    own = np.abs(groups).max(2) / 113
+    d, d_is = _halves(own.max(1) / 31)
+    factors = np.clip(np.round(_ratio(own, d_is[:, None])), 0, 31)
+    codes = _nearest_codes(groups, d_is[:, None] * factors).reshape(-1, 128)
+    six_bits = (factors + 32).astype(np.uint16)
+    upper = ((six_bits >> 4) << np.arange(0, 16, 2, dtype=np.uint16)).sum(1, dtype=np.uint16)
+    lower = (six_bits & 15).astype(np.uint8).reshape(-1, 4, 2)
+    scales = lower[:, :, 0] | lower[:, :, 1] << 4
+    return np.concatenate([d, upper.astype("<u2").reshape(-1, 1).view(np.uint8), scales, codes], axis=1)
+
+
+WRITERS = {
+    "Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_NL": iq4_nl, "IQ4_XS": iq4_xs,
+}  # fmt: skip

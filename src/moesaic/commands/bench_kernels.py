@@ -17,7 +17,7 @@ from moesaic.commands.plan import find_model
 from moesaic.commands.processes import in_text
 from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
-from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
+from moesaic.core.weight_types import BLOCK_TYPES, COMPRESSED_DTYPE, convert_blocks, is_packed, split_dtype
 from moesaic.cost.sizes import ModelSizes
 from moesaic.kernels import table
 from moesaic.kernels.table import Kernels
@@ -90,12 +90,30 @@ def time_operations(options: KernelsBench) -> Report:
 def _types(options: KernelsBench, model: ModelSizes, kernels: Kernels) -> tuple[str, ...]:
     model_type = COMPRESSED_DTYPE if model.has_compressed_experts else model.quantized_dtype
     types = options.types or tuple(dict.fromkeys((*USUAL, *((model_type,) if model_type else ()))))
-    if kernels.can_use_quantized:
+    for name in types if kernels.can_use_quantized else ():
+        _check_blocks(model, name)
+    if kernels.can_use_blocks:
         return types
-    packed_types = [name for name in options.types if is_packed(name)]
-    if packed_types:
-        raise ConfigError.field("--types", packed_types[0], f"bfloat16, float32 with {kernels.name}")
-    return tuple(name for name in types if not is_packed(name))
+    unread_types = [name for name in types if is_packed(name) and not _is_read(kernels, name)]
+    for name in unread_types:
+        if name in options.types:
+            allowed_types = "no types of GGUF files" if kernels.can_use_quantized else "bfloat16, float32"
+            raise ConfigError.field("--types", name, f"{allowed_types} with {kernels.name}")
+    return tuple(name for name in types if name not in unread_types)
+
+
+def _is_read(kernels: Kernels, name: str) -> bool:
+    """Whether kernels compute from a packed type."""
+    return kernels.can_use_quantized and convert_blocks(name) == name
+
+
+def _check_blocks(model: ModelSizes, name: str) -> None:
+    """Raises ConfigError for a type whose blocks do not fill the rows of the model's experts."""
+    for dtype, columns in zip(split_dtype(name), (model.hidden, model.expert_width), strict=True):
+        numbers = BLOCK_TYPES[dtype].numbers if dtype in BLOCK_TYPES else 1
+        if columns % numbers:
+            allowed_types = f"types whose blocks fill rows of {columns} numbers, not {numbers} a block"
+            raise ConfigError.field("--types", name, allowed_types)
 
 
 def as_text(report: Report) -> str:

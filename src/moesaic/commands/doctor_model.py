@@ -265,7 +265,7 @@ def _judge(
     fits = []
     for candidate in outlook.list_formats(sizes, plain_type, stored_type):
         loaded_type = loads(candidate.name)
-        exact = candidate.name == stored_type == loaded_type and model.conversion is not None
+        exact = candidate.name == stored_type == loaded_type and _is_counted(model)
         candidate = outlook.format_of(model, candidate.name) if exact else candidate
         sizes_in_memory = model if exact else in_format(sizes, loaded_type, gpu=False)
         fits.append(outlook.fit(sizes_in_memory, candidate, loaded_type, memory, context))
@@ -320,13 +320,18 @@ def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, sourc
             if model.conversion == "columns":  # in_format says the type that they get in memory
                 plain, staging = in_format(sizes, loaded_type, gpu=False), model.staging
                 return replace(plain, conversion="columns", read=model.read, staging=staging)
-            if model.conversion is not None:
+            if _is_counted(model):
                 return replace(model, activation_number=ROW_BYTES)
     return (
         convert_sizes(sizes, loaded_type, source.read())
-        if loaded_type in QUANTIZATIONS
+        if loaded_type in QUANTIZATIONS  # blocks of a GGUF file are not converted
         else in_format(sizes, loaded_type, gpu=False)
     )
+
+
+def _is_counted(model: ModelSizes) -> bool:
+    """Whether the files said what quantised experts take."""
+    return model.conversion is not None or model.mean_expert is not None
 
 
 def _too_large(

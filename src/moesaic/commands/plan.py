@@ -83,12 +83,12 @@ def plan(options: Plan, measured_machine: Hardware | None = None) -> Report:
     """Search for the best policy and price it. measured_machine: this machine, if the plan measured it."""
     assert options.model is not None and options.hardware is not None
     assert options.prompt_len is not None and options.gen_len is not None
-    model = find_model(options.model)
+    hardware = (measured_machine or find_hardware(options.hardware)).parallel(options.gpus)
+    hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
+    model = find_model(options.model, gpu=hardware.slow.processor is not None)
     if options.profile is not None:
         routing = Routing.from_profile(Profile.load(options.profile), model.experts, model.top_k)
         model = replace(model, routing=routing)
-    hardware = (measured_machine or find_hardware(options.hardware)).parallel(options.gpus)
-    hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
     model, notes = _fit_to_machine(model, hardware)
     number = model.cache_number(options.kv_cache_dtype)
     workload = Workload(options.prompt_len, options.gen_len, number)
@@ -128,19 +128,22 @@ def _measure_now(options: Plan) -> Hardware | None:
     return hardware.now(options.model)
 
 
-def find_model(name: str) -> ModelSizes:
+def find_model(name: str, gpu: bool = False) -> ModelSizes:
     """The sizes of a model: a known name, `demo`, a checkpoint's directory, a GGUF file, or a
     config.json.
 
-    Raises ConfigError if there is no such model.
+    gpu: whether the fast level is a GPU, whose kernels read no blocks of GGUF files. Raises ConfigError if
+    there is no such model.
     """
+    kernels = table.pick("cpu")
+    kernels = replace(kernels, can_use_blocks=kernels.can_use_blocks and not gpu)
     if name in PUBLISHED_MODELS:
         return PUBLISHED_MODELS[name]
     path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
     if path.is_dir() or is_gguf(path):
         path = gguf_at(path) or path
     if is_gguf(path):
-        return read_checkpoint_sizes(path, name, table.pick("cpu"))
+        return read_checkpoint_sizes(path, name, kernels)
     file = path / "config.json" if path.is_dir() else path
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
@@ -154,7 +157,7 @@ def find_model(name: str) -> ModelSizes:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: not a JSON object")
     if path.is_dir() and has_weights(path):
-        return read_checkpoint_sizes(path, name, table.pick("cpu"))
+        return read_checkpoint_sizes(path, name, kernels)
     return read_config_sizes(raw, name)
 
 

@@ -61,7 +61,8 @@ QUANTIZATIONS = {
 class BlockType:
     """A type of quantised weights whose rows are blocks of ggml, as GGUF files have them.
 
-    A number is scale * value, or scale * value + offset, as in a `Quantization`. `kernels/blocks.py` reads it.
+    A number is scale * value, or scale * value + offset, as in a `Quantization`. `kernels/blocks.py` reads
+    it.
     """
 
     numbers: int
@@ -70,7 +71,7 @@ class BlockType:
     """Bytes of a block."""
     group: int
     """Numbers that share a scale."""
-    converted: str
+    conversion: str
     """The type of QUANTIZATIONS that holds the same numbers, for kernels that read no blocks; "float32" where
     none does."""
 
@@ -96,8 +97,8 @@ BLOCK_TYPES = {
     "iq4_xs": BlockType(256, 136, 32, "int8"),
     "mxfp4_e8m0": BlockType(32, 17, 32, "mxfp4"),
 }
-"""The types of ggml's blocks by name: that of ggml in small letters. ggml's MXFP4 has "mxfp4_e8m0", since "mxfp4" has
-scales in float32."""
+"""The types of ggml's blocks by name: that of ggml in small letters. ggml's MXFP4 has "mxfp4_e8m0", since
+"mxfp4" has scales in float32."""
 PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS, *BLOCK_TYPES)
 """Types whose rows are bytes, and not numbers."""
 NATIVE_DTYPES = ("bfloat16", "float32", *PACKED_DTYPES)
@@ -145,6 +146,16 @@ def is_quantized(dtype: str) -> bool:
     (True, True, False)
     """
     return dtype in QUANTIZATIONS or dtype in BLOCK_TYPES
+
+
+def convert_blocks(dtype: str) -> str:
+    """The type of experts for kernels that read no blocks: that of QUANTIZATIONS with the same numbers.
+
+    >>> convert_blocks("q4_k+q6_k"), convert_blocks("q2_k"), convert_blocks("fp8")
+    ('int4_offset+int8_16', 'float32', 'fp8')
+    """
+    types = [BLOCK_TYPES[name].conversion if name in BLOCK_TYPES else name for name in split_dtype(dtype)]
+    return "float32" if "float32" in types else join_dtypes(*types)
 
 
 def group_numbers(dtype: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moesaic.core.weight_types import is_packed, split_dtype
+from moesaic.core.weight_types import is_packed
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 
@@ -10,10 +10,7 @@ from moesaic.cost.sizes import ModelSizes
 def list_assumptions(model: ModelSizes, hardware: Hardware) -> list[str]:
     """Return one sentence for each assumption about experts that are quantised or converted."""
     sentences, processor, kind = [], hardware.fast.processor, model.quantized_dtype
-    is_quantized_type = kind is not None and is_packed(kind)
-    packed_rates = {} if processor is None else dict(processor.packed_rates)
-    has_rates = kind is not None and all(one in packed_rates for one in split_dtype(kind))
-    if is_quantized_type and processor is not None and not has_rates:
+    if kind is not None and is_packed(kind) and processor is not None and not processor.has_rates(kind):
         rates = "the roofline of their bytes: the machine's file has no rates of experts"
         if processor.experts:
             rates = f"the rates of unquantised ones: the machine's file has none of {kind} (fast.experts)"

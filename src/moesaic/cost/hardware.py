@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.weight_types import QUANTIZATIONS, split_dtype
+from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, is_quantized, split_dtype
 
 GIB = 2.0**30
 CONVERSIONS = (*QUANTIZATIONS, "float32", "columns", "decompressed")
@@ -58,15 +58,23 @@ class Processor:
     launch: float = 0.0
     """Seconds that a task takes besides its computation."""
     packed_rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
-    """Type of quantised experts (a key of core.weight_types.QUANTIZED) -> `experts` of experts in this
-    type. Types that are left out are priced by `experts`."""
+    """Type of quantised experts -> `experts` of experts in this type. Types that are left out are priced by
+    `experts`."""
+
+    def has_rates(self, dtype: str) -> bool:
+        """Whether experts in this quantised type were measured."""
+        packed_types = dict(self.packed_rates)
+        return dtype in packed_types or all(one in packed_types for one in split_dtype(dtype))
 
     def rates(self, dtype: str | None) -> Rates:
         """The measured rates of experts. dtype: their type if they are quantised.
 
-        Experts whose gate and up have one type, and whose down has another, take the seconds of both.
+        Experts whose gate and up have one type, and whose down has another, take the seconds of both, unless
+        they were measured together.
         """
         packed_rates, (first, second) = dict(self.packed_rates), split_dtype(dtype or "")
+        if dtype in packed_rates:
+            return packed_rates[dtype]
         inner_rates, down_rates = packed_rates.get(first), packed_rates.get(second)
         if inner_rates is None or down_rates is None:
             return self.experts
@@ -305,8 +313,9 @@ def _experts(table: Mapping[str, Any], key: str) -> tuple[Rates, tuple[tuple[str
     rates_by_type: dict[str | None, list[tuple[float, float]]] = {None: []}
     for line in lines:
         kind = line.get("type")
-        if kind is not None and kind not in QUANTIZATIONS:
-            raise ConfigError.field(f"hardware file: {table_name}.type", kind, ", ".join(QUANTIZATIONS))
+        if kind is not None and not all(map(is_quantized, split_dtype(str(kind)))):
+            allowed_types = ", ".join((*QUANTIZATIONS, *BLOCK_TYPES))
+            raise ConfigError.field(f"hardware file: {table_name}.type", kind, allowed_types)
         rate = _number(line, table_name, "rows"), 1e9 * _number(line, table_name, "gflops")
         rates_by_type.setdefault(kind, []).append(rate)
     plain = tuple(sorted(rates_by_type.pop(None)))

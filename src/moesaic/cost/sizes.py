@@ -157,6 +157,9 @@ class ModelSizes:
     quantized_dtype: str | None = None
     """Type of routed experts where others are quantised: as `core.weight_types.join_dtypes`. None: the
     type of all other weights."""
+    mean_expert: float | None = None
+    """Bytes of the matrices of a routed expert, as a mean of layers whose experts differ in type. Then
+    `quantized_dtype` is that of the layer where they are largest. None: all layers have that type."""
     expert_biases: int = 0
     """Numbers of the biases of a routed expert, which are float32."""
     conversion: str | None = None
@@ -190,7 +193,14 @@ class ModelSizes:
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of one routed expert in memory."""
+        """Bytes of one routed expert in memory, as a mean of the layers."""
+        if self.mean_expert is not None:
+            return self.mean_expert + 4 * self.expert_biases
+        return self.largest_expert_bytes
+
+    @property
+    def largest_expert_bytes(self) -> float:
+        """Bytes of one routed expert in memory, in the layer where experts are largest."""
         packed_dtype, biases = (
             COMPRESSED_DTYPE if self.has_compressed_experts else self.quantized_dtype,
             4 * self.expert_biases,

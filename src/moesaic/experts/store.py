@@ -1,9 +1,9 @@
 """The weights of an expert server, read from the checkpoint with numpy alone.
 
-A matrix that the checkpoint stores in the type that the kernels read stays in the mapped file. So processes
-of one host share its pages, and loading an expert only needs the header of the file. Other types are
-converted once. Without mapping, experts are read into memory of the server's own. So are experts in columns,
-which the kernels read as rows.
+A matrix that the checkpoint stores in the type that the kernels read, such as the blocks of a GGUF file,
+stays in the mapped file. So processes of one host share its pages, and loading an expert only needs the
+header of the file. Other types are converted once. Without mapping, experts are read into memory of the
+server's own. So are experts in columns, which the kernels read as rows.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ class Store:
 
     def __init__(self, path: Path, layout: ExpertLayout, use_mmap: bool = True) -> None:
         self.layout = layout
-        use_mmap = use_mmap and layout.form == ROWS  # others are always copied, as rows
-        self._checkpoint = _Checkpoint(path, _MappedFiles().part if use_mmap else _read)
-        self._slots = None if use_mmap else Slots(layout.matrix_bytes)
+        headers = Headers(path)
+        # Others are always copied, as rows.
+        use_mmap = use_mmap and (
+            layout.form == ROWS or all(headers.is_stored(layout, layer) for layer in layout.layers)
+        )
+        self._checkpoint = _Checkpoint(headers, _MappedFiles().part if use_mmap else _read)
+        self._slots: dict[tuple[int, ...], Slots] | None = None if use_mmap else {}
+        """Sizes of an expert's matrices -> the slots of experts of these sizes. None: experts are mapped."""
         self._tables = {
             layer: np.zeros((PARTS[layout.form], layout.num_experts), dtype=np.uint64)
             for layer in layout.prefixes
@@ -79,7 +84,13 @@ class Store:
             self._tables[layer][:, expert] = 0
             del self._matrices[layer, expert]
             if self._slots is not None:
-                self._slots.give_back(self._places.pop((layer, expert)))
+                self._slots_of(self._slots, layer).give_back(self._places.pop((layer, expert)))
+
+    def _slots_of(self, slots: dict[tuple[int, ...], Slots], layer: int) -> Slots:
+        sizes = self.layout.bytes_of(self.layout.dtype_of(layer))
+        if sizes not in slots:
+            slots[sizes] = Slots(sizes)
+        return slots[sizes]
 
     def _load_expert(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
@@ -99,7 +110,7 @@ class Store:
         if self.layout.form == BIASED_ROWS:
             parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
         if self._slots is not None:
-            self._places[layer, expert], parts = self._slots.copy(parts)
+            self._places[layer, expert], parts = self._slots_of(self._slots, layer).copy(parts)
         self._matrices[layer, expert] = parts
         self._tables[layer][:, expert] = [part.ctypes.data for part in parts]
 
@@ -107,10 +118,10 @@ class Store:
 class _Checkpoint:
     """The experts' tensors of one checkpoint directory."""
 
-    def __init__(self, path: Path, part: Callable[[Place], Bytes]) -> None:
+    def __init__(self, headers: Headers, part: Callable[[Place], Bytes]) -> None:
         """part: returns the bytes of a place, or fewer when the file ends before it."""
-        self.path = path
-        self._headers = Headers(path)
+        self.path = headers.path
+        self._headers = headers
         self._part = part
 
     def part(self, name: str, *shape: int, dtype: str) -> Bytes:
@@ -128,11 +139,11 @@ class _Checkpoint:
         return part.copy() if part.ctypes.data % WIDTHS[place.dtype] else part
 
     def _read_quantized(self, matrix: Matrix, dtype: str) -> Bytes:
-        """The bytes of a quantised matrix in type `dtype`."""
+        """The bytes of a quantised matrix in type `dtype`: those of the file if it has them in this type."""
         read = self._headers.reader(lambda place: self._read_place(matrix.name, place))
         try:
-            if matrix.dtype == dtype:
-                return matrix.pack_rows(read).reshape(-1)
+            if dtype in (matrix.dtype, matrix.conversion):
+                return matrix.pack_rows(read, dtype=dtype).reshape(-1)
             floats = matrix.floats(read).reshape(-1).view(np.uint8)
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
@@ -208,9 +219,9 @@ def _convert_numbers(part: Bytes, kind: str, dtype: str) -> Bytes:
 class Slots:
     """Slots that have room for the matrices of one expert each. A matrix may be smaller than its room.
 
-    They have the experts that are copied, not mapped from the checkpoint's files. All experts of a layout
-    have the same size. Slots that were given back are used again first. So memory grows only with the maximum
-    number of experts loaded at a time, however often experts move between servers.
+    They have the experts that are copied, not mapped from the checkpoint's files. Slots that were given back
+    are used again first. So memory grows only with the maximum number of experts loaded at a time, however
+    often experts move between servers.
 
     >>> slots = Slots([3, 5])
     >>> slot, parts = slots.copy([np.full(3, 7, np.uint8), np.full(5, 9, np.uint8)])

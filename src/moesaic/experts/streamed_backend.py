@@ -79,8 +79,9 @@ class StreamedBackend:
         self._pool.learn(layer, experts)
         answer = np.empty(rows.shape, dtype=np.float32)
         # A run may need more experts than memory has places for.
-        for begin in range(0, len(distinct_experts), self._pool.places):
-            expert_group = distinct_experts[begin : begin + self._pool.places]
+        places = self._pool.count_places(layer)
+        for begin in range(0, len(distinct_experts), places):
+            expert_group = distinct_experts[begin : begin + places]
             pairs = np.flatnonzero(np.isin(experts, expert_group))
             answer[pairs] = self._answer(layer, expert_group, rows[pairs], experts[pairs])
         begin = 0

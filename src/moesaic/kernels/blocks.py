@@ -1,7 +1,8 @@
 """The codes, scales and offsets of ggml's blocks, as GGUF files have them.
 
-A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks, whose layout is that of ggml's structs:
-`block_q4_K` and so on. The numbers are those that the library `gguf` computes, to the bit. `csrc/blocks.h` reads the same.
+A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks, whose layout is that of ggml's
+structs: `block_q4_K` and so on. The numbers are those that the library `gguf` computes, to the bit.
+`csrc/blocks.h` reads the same.
 
 Question: How are the numbers of a GGUF block computed?
 """
@@ -164,6 +165,14 @@ READERS: dict[str, Callable[[Bytes], Parts]] = {
     "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_e8m0": _mxfp4,
 }  # fmt: skip
 """Type -> what reads blocks [n, size]: codes [n, numbers], scales and offsets [n, groups]."""
+SCALES = {
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,),
+}  # fmt: skip
+"""Type -> the bytes of a block at which its float16 numbers begin. MXFP4 has an exponent instead."""
+MOST_EXPONENT = 252
+"""The largest exponent of MXFP4 with which every code is a finite float32."""
 VALUES = {
     "q4_0": "int4",
     "q4_1": "uint4",
@@ -176,11 +185,26 @@ VALUES = {
 """Type -> what its codes mean, a key of `quantized_layout.TABLES`, where that is not "int8"."""
 
 
+def find_not_finite(dtype: str, stored_rows: Bytes) -> float | None:
+    """A number of a block that makes numbers NaN or infinite, or None. Codes are not read."""
+    blocks = stored_rows.reshape(-1, BLOCK_TYPES[dtype].size)
+    if dtype == "mxfp4_e8m0":
+        largest = int(blocks[:, 0].max(initial=0))
+        return None if largest <= MOST_EXPONENT else float("nan" if largest == 255 else "inf")
+    for offset in SCALES[dtype]:
+        # An exponent of float16 whose bits are all set means NaN or infinity.
+        damage = blocks[blocks[:, offset + 1] & 0x7C == 0x7C]
+        if len(damage):
+            return float(_half(damage, offset)[0, 0])
+    return None
+
+
 def dequantize(dtype: str, stored_rows: Bytes) -> Floats:
     """The numbers [rows, columns] of rows [rows, row_bytes] of a type of BLOCK_TYPES."""
-    codes, scales, offsets = decode_rows(dtype, stored_rows)
-    numbers = TABLES[VALUES.get(dtype, "int8")][codes].reshape(*scales.shape, BLOCK_TYPES[dtype].group)
-    numbers *= scales[:, :, None]
-    if offsets is not None:
-        numbers += offsets[:, :, None]
+    with np.errstate(over="ignore", invalid="ignore"):  # of damaged blocks
+        codes, scales, offsets = decode_rows(dtype, stored_rows)
+        numbers = TABLES[VALUES.get(dtype, "int8")][codes].reshape(*scales.shape, BLOCK_TYPES[dtype].group)
+        numbers *= scales[:, :, None]
+        if offsets is not None:
+            numbers += offsets[:, :, None]
     return numbers.reshape(len(stored_rows), -1)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.core.weight_types import row_bytes
+from moesaic.core.weight_types import BLOCK_TYPES, row_bytes
+from moesaic.kernels import blocks
 from moesaic.kernels.quantized_layout import dequantize
 
 
@@ -16,11 +17,11 @@ class QuantizedMatrix:
     """A matrix [o, i] that stays in the type in which it is stored."""
 
     stored_rows: torch.Tensor
-    """[o, row_bytes] uint8, in the layout of `csrc/quantized.h`."""
+    """[o, row_bytes] uint8, in the layout of `csrc/quantized.h` or of a GGUF file's blocks."""
     columns: int
     """i"""
     kind: str
-    """The quantised type of the matrix: a key of `core.weight_types.QUANTIZATIONS`."""
+    """The type of the matrix, for which `core.weight_types.is_quantized` holds."""
 
     def __post_init__(self) -> None:
         expected_shape = len(self.stored_rows), row_bytes(self.kind, self.columns)
@@ -58,7 +59,10 @@ class QuantizedMatrix:
         # A model is also built from tensors without memory, to check shapes or to count bytes.
         if self.stored_rows.is_meta:
             return torch.empty(self.shape, device="meta")
-        return torch.from_numpy(dequantize(self.kind, self.stored_rows.numpy(), self.columns))
+        stored_rows = self.stored_rows.numpy()
+        if self.kind in BLOCK_TYPES:
+            return torch.from_numpy(blocks.dequantize(self.kind, stored_rows))
+        return torch.from_numpy(dequantize(self.kind, stored_rows, self.columns))
 
     def select_rows(self, indices: torch.Tensor) -> QuantizedMatrix:
         """The rows `indices` [n] int64."""

@@ -16,6 +16,7 @@ import torch
 from moesaic.core import gpu_parts
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
+from moesaic.core.weight_types import convert_blocks
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
@@ -213,6 +214,8 @@ class Kernels:
     can_use_quantized: bool = False
     """True if experts may be of a type of `core.weight_types.QUANTIZATIONS`, and other matrices a
     QuantizedMatrix."""
+    can_use_blocks: bool = False
+    """True if these may also be of a type of `core.weight_types.BLOCK_TYPES`, as GGUF files have them."""
     can_use_compressed: bool = False
     """True if experts may be compressed (`core.weight_types.COMPRESSED_DTYPE`)."""
     is_integer: bool = False
@@ -224,6 +227,12 @@ class Kernels:
     sum_ranks: Callable[[torch.Tensor, int, int], torch.Tensor] = sum_ranks
     reuse_memory: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context in which the calling thread's results may reuse the memory of freed results."""
+
+    def choose_quantized_type(self, dtype: str) -> str:
+        """The type in memory of weights that have a quantised type in files. "float32": they are not read."""
+        if not self.can_use_quantized:
+            return "float32"
+        return dtype if self.can_use_blocks else convert_blocks(dtype)
 
 
 def torch_code() -> str:
@@ -370,6 +379,7 @@ def _natively(name: str) -> Kernels:
         peak=_native.peak,
         one_core=_one_core,
         can_use_quantized=name not in TILED,
+        can_use_blocks=name not in TILED,
         can_use_compressed=name not in TILED,
         is_integer=name in INTEGER,
         reuse_memory=memory.reuse_memory,

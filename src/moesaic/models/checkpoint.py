@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes
+from moesaic.core.weight_types import BLOCK_TYPES, COMPRESSED_DTYPE, row_bytes
 from moesaic.kernels.compressed_layout import decompress
 from moesaic.models import fused_tensors
 from moesaic.models.columns import transpose
@@ -124,6 +124,7 @@ class Checkpoint:
         part: tuple[slice, ...] = (),
         scan: bool = True,
         is_transposed: bool = False,
+        packed_dtype: str | None = None,
     ) -> torch.Tensor:
         """Returns a tensor of exactly this shape, or the `part` of it that these slices select.
 
@@ -131,17 +132,15 @@ class Checkpoint:
         it is transposed to [columns, rows] of the part. A compressed or quantised tensor stays so if dtype is
         uint8. Then it cannot be transposed, and a part must be one for which `Matrix.cuts` holds.
         scan: raise CheckpointError for a number that is NaN or infinite, also one that only `dtype` makes so.
+        packed_dtype: the type of a quantised tensor that stays so: that of its Matrix, or its `conversion`.
         """
         self.claim(name, *shape)
         matrix = self.find_quantized(name, *shape)
         if matrix is not None:
-            return self._dequantize(matrix, dtype, device, part, scan)
+            return self._read_matrix(matrix, dtype, device, part, scan, packed_dtype)
         mapped = self._read_whole(name, shape)
         if dtype is torch.uint8 is not mapped.dtype:
-            kind = self._slice(name).get_dtype()
-            raise CheckpointError(
-                f"{self.path}: tensor {name}: got dtype {kind}; allowed: U8, as other experts"
-            )
+            self._refuse_numbers(name)
         if mapped.dtype is torch.uint8 is not dtype:
             bits = torch.from_numpy(decompress(mapped.numpy(), shape[1])).view(torch.bfloat16)
             part_bits = bits[part].clone(memory_format=torch.contiguous_format) if part else bits
@@ -166,34 +165,55 @@ class Checkpoint:
             self._progress(self._bytes_read, self._bytes)
         return tensor
 
-    def _dequantize(
-        self, matrix: Matrix, dtype: torch.dtype, device: str, part: tuple[slice, ...], scan: bool
+    def _refuse_numbers(self, name: str) -> None:
+        kind = self._slice(name).get_dtype()
+        raise CheckpointError(f"{self.path}: tensor {name}: got dtype {kind}; allowed: U8, as other experts")
+
+    def _read_matrix(
+        self,
+        matrix: Matrix,
+        dtype: torch.dtype,
+        device: str,
+        part: tuple[slice, ...],
+        scan: bool,
+        packed_dtype: str | None,
     ) -> torch.Tensor:
-        """The numbers of a part of a quantised matrix, or the bytes that kernels read if dtype is uint8."""
-        read = 0
+        """The numbers of a part of a quantised matrix, or the bytes that kernels read if dtype is uint8.
+
+        These are mapped if the file has them in this order.
+        """
+        file_parts: list[torch.Tensor] = []
 
         def array(part: Part) -> Array:
-            nonlocal read
             file_tensor = self._read(part.tensor)
-            read += file_tensor.nbytes if not part.index else file_tensor.nbytes // len(file_tensor)
             raw = file_tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            index = part.index[0] if part.index else None
+            file_parts.append(file_tensor[index] if isinstance(index, int) else file_tensor)
             shape = tuple(self._slice(part.tensor).get_shape())
-            part_array = as_array(raw, str(self._kind(part.tensor)), part, shape)
-            if self._copies is not None:
-                part_array = part_array.copy()
-                drop_pages(file_tensor.data_ptr(), file_tensor.nbytes)
-            return part_array
+            return as_array(raw, str(self._kind(part.tensor)), part, shape)
 
         try:
-            is_packed = dtype is torch.uint8
-            numbers = matrix.pack_rows(array, part=part) if is_packed else matrix.floats(array)[part]
-            tensor = torch.from_numpy(numbers)
+            if dtype is torch.uint8:
+                stored_rows = matrix.pack_rows(array, part=part, dtype=packed_dtype)
+                if scan and matrix.dtype in BLOCK_TYPES and packed_dtype in (None, matrix.dtype):
+                    matrix.check_blocks(stored_rows)
+                numbers = torch.from_numpy(stored_rows)
+            else:
+                numbers = torch.from_numpy(matrix.floats(array)[part])
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
+        tensor = numbers.to(device=device, dtype=dtype).contiguous()
+        is_mapped = _is_part_of(file_parts, tensor)
+        if is_mapped and self._copies is not None:
+            tensor = self._copies.copy(tensor)
+        elif is_mapped:
+            _page_in(tensor)
+        if self._copies is not None or not is_mapped:  # the copy stands for these pages
+            for file_part in file_parts:
+                drop_pages(file_part.data_ptr(), file_part.nbytes)
         if self._progress is not None:
-            self._bytes_read += read
+            self._bytes_read += sum(file_part.nbytes for file_part in file_parts)
             self._progress(self._bytes_read, self._bytes)
-        tensor = tensor.to(device=device, dtype=dtype).contiguous()
         if scan and dtype not in (torch.uint8, torch.float32):  # others have fewer exponents
             self._refuse_not_finite(f"{matrix.name}.weight", tensor)
         return tensor
@@ -317,6 +337,7 @@ class Claims(Checkpoint):
         part: tuple[slice, ...] = (),
         scan: bool = True,
         is_transposed: bool = False,
+        packed_dtype: str | None = None,
     ) -> torch.Tensor:
         """Claims a tensor, and returns one of its shape without memory."""
         self.claim(name, *shape)
@@ -324,7 +345,8 @@ class Claims(Checkpoint):
         matrix = self.find_quantized(name, *shape) if dtype is torch.uint8 else None
         if matrix is not None:
             rows, columns = selection.shape
-            return torch.empty(rows, row_bytes(matrix.dtype, columns), dtype=dtype, device="meta")
+            size = row_bytes(packed_dtype or matrix.dtype, columns)
+            return torch.empty(rows, size, dtype=dtype, device="meta")
         return selection.t() if is_transposed else selection
 
 
@@ -368,6 +390,14 @@ def _copy_transposed(matrix: torch.Tensor) -> torch.Tensor:
     copy = matrix.new_empty(matrix.shape[::-1])
     transpose(matrix, copy)
     return copy
+
+
+def _is_part_of(file_parts: list[torch.Tensor], tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of one of these."""
+    return any(
+        file_part.data_ptr() <= tensor.data_ptr() < file_part.data_ptr() + file_part.nbytes
+        for file_part in file_parts
+    )
 
 
 def _page_in(tensor: torch.Tensor) -> None:

@@ -51,6 +51,8 @@ def conversion_of(headers: Headers, layout: ExpertLayout) -> Conversion | None:
     is_compressed = plain and headers.find(*first).dtype == COMPRESSED_ROWS
     if plain and (not is_compressed or is_packed(layout.dtype)):
         return None
+    if all(headers.is_stored(layout, layer) for layer in layout.layers):
+        return None
     of_types = {layout.dtype_of(layer): layer for layer in layout.layers}
     sizes = {dtype: sizes_of(headers, layout, layer) for dtype, layer in of_types.items()}
     read = sum(sizes[layout.dtype_of(layer)][0] for layer in layout.layers) // len(layout.layers)
@@ -115,9 +117,31 @@ class CountingClaims(Claims):
 
     bytes = 0
     """Bytes of all tensors that were asked for, in the types in which they were."""
+    mapped_bytes = 0
+    """Bytes of those that stay in the mapped file."""
 
     def tensor(self, name: str, *shape: int, **options: Any) -> torch.Tensor:
         """Claims a tensor, and counts its bytes."""
         claimed_tensor = super().tensor(name, *shape, **options)
         self.bytes += claimed_tensor.nbytes
+        if self._is_mapped(name, *shape, **options):
+            self.mapped_bytes += claimed_tensor.nbytes
         return claimed_tensor
+
+    def _is_mapped(
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype,
+        part: tuple[slice, ...] = (),
+        is_transposed: bool = False,
+        packed_dtype: str | None = None,
+        **_: Any,
+    ) -> bool:
+        """Whether `Checkpoint.tensor` would return a view of the file."""
+        if is_transposed or (len(part) > 1 and len(range(shape[1])[part[1]]) < shape[1]):
+            return False
+        matrix = self.find_quantized(name, *shape)
+        if matrix is None:
+            return self.dtype(name) is dtype
+        return matrix.is_stored and dtype is torch.uint8 and packed_dtype in (None, matrix.dtype)

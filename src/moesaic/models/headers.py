@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes
+from moesaic.core.experts import BIASED_ROWS, ROWS, ExpertLayout
+from moesaic.core.weight_types import COMPRESSED_DTYPE, row_bytes, split_dtype
 from moesaic.models import fused_tensors
 from moesaic.models.files import INDEX as INDEX
 from moesaic.models.files import INDEX_BYTES, read_json
@@ -114,15 +115,39 @@ class Headers:
     def locate_part(self, part: Part) -> tuple[Place, Part]:
         """The place of what belongs to a matrix, and the part of a tensor that is only there.
 
-        It is that of one expert where a tensor has all experts of a layer.
+        It is that of one expert where a tensor has all experts of a layer, or of some of its rows if these
+        follow one another.
         """
         whole_place, first = self.place(part), part.index[0] if part.index else None
         if not isinstance(first, int):
             return whole_place, part
-        size = whole_place.size // whole_place.shape[0]
+        size, shape, index = whole_place.size // whole_place.shape[0], whole_place.shape[1:], part.index[1:]
         offset = whole_place.offset + first * size
-        place = Place(whole_place.file, offset, size, whole_place.dtype, (1, *whole_place.shape[1:]))
-        return place, replace(part, index=(0, *part.index[1:]))
+        rows = range(shape[0])[index[0]] if index and isinstance(index[0], slice) else range(0)
+        if rows and rows.step == 1:
+            row_size = size // shape[0]
+            offset, size = offset + rows.start * row_size, len(rows) * row_size
+            shape, index = (len(rows), *shape[1:]), (slice(None), *index[1:])
+        return Place(whole_place.file, offset, size, whole_place.dtype, shape), replace(part, index=index)
+
+    def is_stored(self, layout: ExpertLayout, layer: int) -> bool:
+        """Whether the files have a layer's experts as the kernels read them, so that nothing is converted."""
+        inner, outer = split_dtype(layout.dtype_of(layer))
+        if layout.form not in (ROWS, BIASED_ROWS):
+            return False
+        # Biases follow the matrices, and have types that the kernels read, or are put together from others.
+        types = [inner, inner, outer, "float32", "float32"]
+        return all(
+            self._is_stored(dtype, *tensor)
+            for dtype, tensor in zip(types, layout.tensors(layer, 0), strict=False)
+        )
+
+    def _is_stored(self, dtype: str, name: str, *shape: int) -> bool:
+        """Whether a matrix, or the biases of an expert, is stored in a type, and not quantised otherwise."""
+        matrix = self.find_quantized(name, *shape)
+        if matrix is None:
+            return len(shape) == 2 and self.find(name, *shape).dtype == STORED.get(dtype)
+        return matrix.is_stored and matrix.dtype == dtype
 
     def reader(self, read_bytes: Callable[[Place], Bytes]) -> Callable[[Part], Array]:
         """What `Matrix.pack_rows` and `Matrix.floats` call. read_bytes: returns the bytes of a place."""

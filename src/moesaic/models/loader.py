@@ -23,9 +23,10 @@ from moesaic.core.experts import (
 )
 from moesaic.core.weight_types import (
     COMPRESSED_DTYPE,
-    QUANTIZATIONS,
+    group_numbers,
     is_integer,
     is_packed,
+    is_quantized,
     join_dtypes,
     row_bytes,
     split_dtype,
@@ -35,6 +36,7 @@ from moesaic.kernels.table import Kernels
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
 from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
+from moesaic.models.quantization.scheme import Matrix
 from moesaic.models.rope import RopeConfig, RopeTable, rotary_width
 from moesaic.models.shard import WHOLE, Shard
 
@@ -57,6 +59,8 @@ class Loader:
     """The rank whose part of every routed expert's width is read."""
     scan: bool = True
     """Whether NaN and infinite numbers are looked for. Routed experts are most of a model and not scanned."""
+    packed_dtype: str | None = None
+    """The type of routed experts that are read as bytes, where `dtype` is uint8."""
     positions: int | None = None
     """Maximum tokens of a request, for which rotary tables are made. None: the model's own maximum."""
 
@@ -80,27 +84,40 @@ class Loader:
         what `matrix` returns if a part begins or ends within a group of a row. Raises ConfigError for a part
         of which kernels of integers would round other numbers together than in the whole.
         """
-        if not self.kernels.can_use_quantized:
-            return self.matrix(name, rows, columns, *part)
         matrix = self.checkpoint.find_quantized(f"{name}.weight", rows, columns)
-        is_rounded = matrix is not None and self.kernels.is_integer and is_integer(matrix.dtype)
-        if matrix is not None and is_rounded and not matrix.cuts(part, ROUNDED):
-            allowed_sizes = (
-                f"ranks with whole groups of {ROUNDED} columns of {name} with {self.kernels.name} kernels"
-            )
-            raise ConfigError.field("--tensor-parallel-size", self.shard.size, allowed_sizes)
-        if matrix is None or not matrix.cuts(part):
+        if matrix is None or not self.kernels.can_use_quantized:
+            return self.matrix(name, rows, columns, *part)
+        dtype = matrix.choose_type(part, self.kernels.can_use_blocks)
+        if self.kernels.is_integer and is_integer(matrix.dtype):
+            self._refuse_split_groups(matrix, dtype, part)
+        if dtype == "float32":
             return self.matrix(name, rows, columns, *part)
         stored_rows = self.checkpoint.tensor(
-            f"{name}.weight", rows, columns, dtype=torch.uint8, device=self.device, part=part
+            f"{name}.weight",
+            rows,
+            columns,
+            dtype=torch.uint8,
+            device=self.device,
+            part=part,
+            packed_dtype=dtype,
         )
         num_columns = len(range(columns)[part[1]]) if len(part) > 1 else columns
-        return QuantizedMatrix(stored_rows, num_columns, matrix.dtype)
+        return QuantizedMatrix(stored_rows, num_columns, dtype)
 
-    def matrix(self, name: str, rows: int, columns: int, *part: slice) -> torch.Tensor:
+    def _refuse_split_groups(self, matrix: Matrix, dtype: str, part: tuple[slice, ...]) -> None:
+        """Raises ConfigError unless kernels of integers round the same numbers together in a part of type
+        `dtype` as in the whole matrix."""
+        size = ROUNDED if is_integer(matrix.conversion) else max(ROUNDED, group_numbers(matrix.dtype))
+        if dtype == "float32" or not matrix.cuts(part, dtype, size):
+            groups = f"whole groups of {size} columns of {matrix.name} with {self.kernels.name} kernels"
+            raise ConfigError.field("--tensor-parallel-size", self.shard.size, f"ranks with {groups}")
+
+    def matrix(
+        self, name: str, rows: int, columns: int, *part: slice, packed_dtype: str | None = None
+    ) -> torch.Tensor:
         """Returns `name`.weight [rows, columns], or a part of it. Quantised ones become float32 on a CPU.
 
-        They become bf16 instead if that loses nothing.
+        They become bf16 instead if that loses nothing. packed_dtype: as of `Checkpoint.tensor`.
         """
         dtype, narrow = self.dtype, False
         if dtype is not torch.uint8 and not self.device.startswith("cuda"):
@@ -117,6 +134,7 @@ class Loader:
             device=self.device,
             part=part,
             scan=self.scan,
+            packed_dtype=packed_dtype,
         )
         return _in_bf16(tensor) if narrow else tensor
 
@@ -144,15 +162,14 @@ class Loader:
     def expert_type(self, names: ExpertNames) -> str:
         """Type of routed experts, a name of core/weight_types.py.
 
-        Compressed and quantised ones stay so if the kernels support that and ranks do not share them. Raises
-        ConfigError for kernels of integers where ranks share them.
+        Quantised ones stay so if the kernels support that. Compressed ones do if ranks do not share them.
+        Raises ConfigError for kernels of integers where ranks share them.
         """
-        stays = self.of_expert.size == 1 and self.kernels.can_use_quantized
-        quantised_type = quantised_experts(self.checkpoint, names)
         if self.kernels.is_integer and self.of_expert.size > 1:
             allowed_sizes = f"1 with {self.kernels.name} kernels"
             raise ConfigError.field("--expert-tensor-parallel-size", self.of_expert.size, allowed_sizes)
-        if quantised_type is not None and stays and is_packed(quantised_type):
+        quantised_type = self._choose_quantised_type(names)
+        if quantised_type is not None and is_packed(quantised_type):
             return quantised_type
         if quantised_type is not None and self.device.startswith("cpu"):
             return "float32"
@@ -161,6 +178,20 @@ class Loader:
         if stays and self.checkpoint.dtype(names.list_tensors(0)[0][0]) is torch.uint8:
             return COMPRESSED_DTYPE
         return str(self.dtype).removeprefix("torch.")
+
+    def _choose_quantised_type(self, names: ExpertNames) -> str | None:
+        """Type in memory of quantised experts, or of the rank's part. None: they are not quantised."""
+        file_type = quantised_experts(self.checkpoint, names)
+        if file_type is None or self.of_expert.size == 1 or not self.kernels.can_use_quantized:
+            return None if file_type is None else self.kernels.choose_quantized_type(file_type)
+        rank_part, can_use_blocks = self.of_expert.part(names.width), self.kernels.can_use_blocks
+        gate_matrix, down_matrix = find_expert_matrices(self.checkpoint, names)
+        types = [
+            matrix.choose_type(part, can_use_blocks)
+            for matrix, part in ((gate_matrix, (rank_part,)), (down_matrix, (slice(None), rank_part)))
+            if matrix is not None
+        ]
+        return "float32" if "float32" in types else join_dtypes(types[0], types[-1])
 
     def exact(self, name: str, *shape: int) -> torch.Tensor:
         """Returns tensor `name`, a full name, in float32."""
@@ -205,7 +236,7 @@ class Loader:
         down_proj = self.weight(f"{name}.{words[2]}", hidden, width)
         # One compiled call computes all three. It takes one type, or quantised ones with another for down.
         kinds = [kind_of(weight) for weight in (gate_proj, up_proj, down_proj)]
-        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or {kinds[1], kinds[2]} <= QUANTIZATIONS.keys()):
+        if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or all(map(is_quantized, kinds[1:]))):
             return GatedMLP(self.kernels, gate_proj, up_proj, down_proj)
         return GatedMLP(
             self.kernels,
@@ -334,10 +365,15 @@ class ExpertNames:
         )
 
 
+def find_expert_matrices(checkpoint: Checkpoint, names: ExpertNames) -> tuple[Matrix | None, Matrix | None]:
+    """Gate and down of a layer's first expert; None for one that is not quantised."""
+    first, *_, last = (tensor for tensor in names.list_tensors(0) if len(tensor) == 3)
+    return checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
+
+
 def quantised_experts(checkpoint: Checkpoint, names: ExpertNames) -> str | None:
     """Type of a layer's first expert, as `core.weight_types.join_dtypes`; None: its gate is not quantised."""
-    first, *_, last = (tensor for tensor in names.list_tensors(0) if len(tensor) == 3)
-    matrix, down_matrix = checkpoint.find_quantized(*first), checkpoint.find_quantized(*last)
+    matrix, down_matrix = find_expert_matrices(checkpoint, names)
     if matrix is None or down_matrix is None:
         return None if matrix is None else matrix.dtype
     return join_dtypes(matrix.dtype, down_matrix.dtype)

@@ -18,7 +18,7 @@ from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
 from moesaic.core.text_config import TEXT, WRAPPERS, read_text_config
-from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_packed, split_dtype
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed, is_quantized, split_dtype
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
 from moesaic.kernels.weights import ExpertWeights
@@ -122,12 +122,19 @@ def load(
 
 def bytes_outside_experts(path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu") -> int:
     """Bytes that all but the routed experts takes in the memory of `device`. Only headers are read."""
+    return claim_outside_experts(path, kernels, dtype, device).bytes
+
+
+def claim_outside_experts(
+    path: Path, kernels: Kernels, dtype: str = "auto", device: str = "cpu"
+) -> CountingClaims:
+    """Counts what all but the routed experts takes. Only headers are read."""
     file, config = _parse(path)
     claims = CountingClaims(path)
     loader = Loader(claims, kernels, "meta", _dtype(dtype, device, claims, kernels), positions=0)
     _build_outside(config, config.spec, loader)
     file.blocks(config, loader)
-    return claims.bytes
+    return claims
 
 
 def load_outside(path: Path, kernels: Kernels) -> Model:
@@ -233,8 +240,8 @@ def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:
     """Type that `load` with dtype "auto" gives to matrices stored as `file_type`, a name of
     core/weight_types.py."""
     number = _dtype_in_memory(DTYPES.get(file_type, torch.bfloat16), device, kernels)
-    if split_dtype(file_type)[0] in QUANTIZATIONS and (kernels.can_use_quantized or device.startswith("cpu")):
-        return file_type if kernels.can_use_quantized else "float32"
+    if is_quantized(split_dtype(file_type)[0]) and (kernels.can_use_quantized or device.startswith("cpu")):
+        return kernels.choose_quantized_type(file_type)
     if file_type not in DTYPES and kernels.can_use_compressed and number is torch.bfloat16:
         return file_type
     return str(number).removeprefix("torch.")

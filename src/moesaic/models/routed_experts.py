@@ -13,10 +13,10 @@ import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS
-from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_integer, is_packed, split_dtype
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_integer, is_packed, is_quantized, split_dtype
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
-from moesaic.models.loader import ExpertNames, Loader
+from moesaic.models.loader import ExpertNames, Loader, quantised_experts
 
 
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
@@ -42,9 +42,14 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
         raise CheckpointError(f"experts: got {sorted(ids)}; allowed: 0 to {names.num_experts - 1}")
     kind = loader.expert_type(names)
     if is_packed(kind) or (kind != "float32" and loader.device.startswith("cpu")):
-        _refuse_other_types(loader.checkpoint, names, sorted(ids), kind)
+        _refuse_other_types(loader.checkpoint, names, sorted(ids))
     packed_dtype = kind if is_packed(kind) else COMPRESSED_DTYPE
-    loader = replace(loader, dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind), scan=False)
+    loader = replace(
+        loader,
+        dtype=torch.uint8 if is_packed(kind) else getattr(torch, kind),
+        packed_dtype=packed_dtype,
+        scan=False,
+    )
     load = FORMS[names.form]
     tensors = {expert: load(loader, names, expert) for expert in sorted(ids)}
     return ExpertWeights.from_resident(
@@ -52,18 +57,17 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
     )
 
 
-def _refuse_other_types(
-    checkpoint: Checkpoint, names: ExpertNames, expert_ids: Iterable[int], kind: str
-) -> None:
-    """Raises CheckpointError unless these experts are all of type `kind`, or none is quantised."""
-    inner, outer = split_dtype(kind)
+def _refuse_other_types(checkpoint: Checkpoint, names: ExpertNames, expert_ids: Iterable[int]) -> None:
+    """Raises CheckpointError unless these experts have the quantised types of the layer's first, or none."""
+    inner, outer = split_dtype(quantised_experts(checkpoint, names) or "")
     for expert in expert_ids:
         *inners, last = (tensor for tensor in names.list_tensors(expert) if len(tensor) == 3)
         for matrix, allowed_type in [*((tensor, inner) for tensor in inners), (last, outer)]:
             quantized_matrix = checkpoint.find_quantized(*matrix)
             file_type = None if quantized_matrix is None else quantized_matrix.dtype
-            if file_type != (allowed_type if allowed_type in QUANTIZATIONS else None):
+            if (file_type or "") != allowed_type:
                 file_type = file_type or str(checkpoint.dtype(matrix[0])).removeprefix("torch.")
+                allowed_type = allowed_type or "no quantised type"
                 problem = f"got {file_type}; allowed: {allowed_type}, as the layer's first expert"
                 raise CheckpointError(f"{checkpoint.path}: tensor {matrix[0]}: {problem}")
 
@@ -74,8 +78,9 @@ def _in_rows(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Ten
     if loader.of_expert.size > 1:
         rank_part = loader.of_expert.part(names.width)
         parts = (rank_part,), (rank_part,), (slice(None), rank_part)
-    shapes = names.shapes(expert)
-    return tuple(loader.matrix(*shape, *part) for shape, part in zip(shapes, parts, strict=True))
+    inner, outer = split_dtype(loader.packed_dtype or "")
+    types = zip(names.shapes(expert), parts, (inner, inner, outer), strict=True)
+    return tuple(loader.matrix(*shape, *part, packed_dtype=dtype) for shape, part, dtype in types)
 
 
 def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
@@ -149,7 +154,7 @@ def other_types(loader: Loader, names: Mapping[int, ExpertNames], kind: str) -> 
     """Layer -> the type of its experts, of quantised ones that are not of type `kind`, or near such ones."""
     types = {layer: loader.expert_type(layer_names) for layer, layer_names in names.items()}
     quantized_types = [
-        layer_type for layer_type in {kind, *types.values()} if split_dtype(layer_type)[0] in QUANTIZATIONS
+        layer_type for layer_type in {kind, *types.values()} if is_quantized(split_dtype(layer_type)[0])
     ]
     return (
         {layer: layer_type for layer, layer_type in types.items() if layer_type != kind}

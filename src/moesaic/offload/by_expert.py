@@ -1,7 +1,7 @@
 """Routed experts that are read one at a time, each to a place of its own.
 
-All places have one size, so any expert can take the place of another one. An expert that is chosen often can
-then stay on the fast level, in the place of one that is not.
+All places of a layer have one size, so any of its experts can take the place of another one. An expert that
+is chosen often can then stay on the fast level, in the place of one that is not.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import Protocol
 
 import torch
 
-from moesaic.core.experts import PARTS, ExpertLayout
-from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
+from moesaic.core.experts import ExpertLayout
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
-from moesaic.offload.weights import DTYPES, Files, Memory, Plan, StreamedExperts, views
+from moesaic.offload.weights import Files, Memory, Plan, StreamedExperts, views, weights_of
 
 Expert = tuple[torch.Tensor, ...]
 """Gate, up and down, and their biases if there are some."""
@@ -38,12 +37,15 @@ class StoredReader:
     """Reads experts that are stored as the kernels read them: a place has whole blocks of the file."""
 
     def __init__(self, plan: Plan, layout: ExpertLayout, files: Files) -> None:
-        self._places, self._files, self._dtype = plan.places, files, DTYPES[layout.dtype]
+        self._places, self._files = plan.places, files
 
     @staticmethod
-    def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
-        """Bytes of a place for any expert, and bytes that reading needs beside it."""
-        return max((Arrangement(parts).size for parts in plan.places.values()), default=0), 0
+    def sizes(plan: Plan, layout: ExpertLayout) -> tuple[dict[int, int], int]:
+        """Layer -> bytes of a place for any of its experts, and bytes that reading needs beside it."""
+        sizes = dict.fromkeys(layout.layers, 0)
+        for (layer, _), parts in plan.places.items():
+            sizes[layer] = max(sizes[layer], Arrangement(parts).size)
+        return sizes, 0
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
         arrangement = Arrangement(self._places[layer, expert])
@@ -51,7 +53,7 @@ class StoredReader:
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
         parts = self._places[layer, expert]
-        tensor_views = views(Arrangement(parts), place, self._dtype)
+        tensor_views = views(Arrangement(parts), place)
         return tuple(tensor_views[part] for part in parts)
 
 
@@ -86,8 +88,8 @@ class StreamedByExpert(StreamedExperts):
         From now on `new_expert` stays and `evicted_expert` is streamed. No other thread may compute this
         layer meanwhile.
         """
-        # All places have one size, so the new expert takes over the place, and leaves its slots to the old
-        # one.
+        # All places of a layer have one size, so the new expert takes over the place, and leaves its slots
+        # to the old one.
         place = self._static_places[layer, evicted_expert]
         size = self._reader.load(layer, new_expert, place)
         self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
@@ -102,27 +104,23 @@ class StreamedByExpert(StreamedExperts):
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return memory_of(plan, layout, *StoredReader.sizes(plan, layout))
 
-    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
-        """The reader, and the bytes of a place."""
+    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, dict[int, int]]:
+        """The reader, and the bytes of a place by layer."""
         return StoredReader(self._plan, layout, self._files), StoredReader.sizes(self._plan, layout)[0]
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
         self._layout = layout
-        self._reader, size = self._create_reader(layout)
-        self._static_places = dict(
-            zip(sorted(self._plan.static_keys), places_of(self._static, size), strict=False)
-        )
-        self._streamed_places = {
-            layer: {
-                expert: slot_places
-                for expert, *slot_places in zip(
-                    self._plan.list_streamed(layer),
-                    *(places_of(each, size) for each in self._slots),
-                    strict=False,
-                )
+        self._reader, sizes = self._create_reader(layout)
+        static_keys = sorted(self._plan.static_keys)
+        static_places = places_of(self._static, [sizes[layer] for layer, _ in static_keys])
+        self._static_places = dict(zip(static_keys, static_places, strict=True))
+        self._streamed_places = {}
+        for layer in layout.layers:
+            experts = self._plan.list_streamed(layer)
+            slots = [places_of(slot, [sizes[layer]] * len(experts)) for slot in self._slots]
+            self._streamed_places[layer] = {
+                expert: slot_places for expert, *slot_places in zip(experts, *slots, strict=True)
             }
-            for layer in layout.layers
-        }
         self.static = {layer: frozenset(self._select_static_places(layer)) for layer in layout.layers}
         """Layer -> the experts that stay now."""
         return {(layer, slot): self._weights(layer, slot) for layer in layout.layers for slot in (0, 1)}
@@ -144,17 +142,14 @@ def weights_in(
 ) -> ExpertWeights:
     """The experts of a layer that are in these places. places: expert -> its place."""
     tensors = {expert: reader.tensors(layer, expert, place) for expert, place in places.items()}
-    dtype = layout.dtype_of(layer)
-    packed_dtype = dtype if is_packed(dtype) else COMPRESSED_DTYPE
-    return ExpertWeights.from_resident(
-        layout.num_experts, tensors, PARTS[layout.form], layout.activation, packed_dtype
-    )
+    return weights_of(layout, layer, tensors)
 
 
-def memory_of(plan: Plan, layout: ExpertLayout, place: int, staging: int) -> Memory:
-    """The memory of experts that stay and of two slots. place: bytes of the place of one expert."""
-    max_streamed = max(len(plan.list_streamed(layer)) for layer in layout.layers)
-    return Memory(whole_blocks(len(plan.static_keys) * place), whole_blocks(max_streamed * place), staging)
+def memory_of(plan: Plan, layout: ExpertLayout, sizes: Mapping[int, int], staging: int) -> Memory:
+    """The memory of experts that stay and of two slots. sizes: layer -> bytes of a place for its experts."""
+    static = sum(sizes[layer] for layer, _ in plan.static_keys)
+    slot = max(len(plan.list_streamed(layer)) * sizes[layer] for layer in layout.layers)
+    return Memory(whole_blocks(static), whole_blocks(slot), staging)
 
 
 def whole_blocks(size: int) -> int:
@@ -162,7 +157,9 @@ def whole_blocks(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def places_of(memory: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """The places of `size` bytes, one after another, that there is room for in `memory`."""
-    for begin in range(0, len(memory) - size + 1, size):
+def places_of(memory: torch.Tensor, sizes: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Places of these sizes in bytes, one after another in `memory`."""
+    begin = 0
+    for size in sizes:
         yield memory[begin : begin + size]
+        begin += size

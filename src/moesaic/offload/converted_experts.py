@@ -41,10 +41,11 @@ class ConvertingReader:
         self._convert = CONVERSIONS.get(layout.form, _convert_packed)
 
     @staticmethod
-    def sizes(plan: Plan, layout: ExpertLayout) -> tuple[int, int]:
-        """Bytes of a place for any expert, and of the memory that experts pass through."""
+    def sizes(plan: Plan, layout: ExpertLayout) -> tuple[dict[int, int], int]:
+        """Layer -> bytes of a place for one of its experts, and bytes of the memory that experts pass
+        through."""
         staging = max((Arrangement(parts).size for parts in plan.places.values()), default=0)
-        return dense_size(layout), staging
+        return dense_sizes(layout), staging
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
         """Reads one expert and converts it to its place. Returns the bytes read."""
@@ -86,8 +87,8 @@ class StreamedConvertedExperts(StreamedByExpert):
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
         return memory_of(plan, layout, *ConvertingReader.sizes(plan, layout))
 
-    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
-        return ConvertingReader(self._plan, layout, self._files, self._staging), dense_size(layout)
+    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, dict[int, int]]:
+        return ConvertingReader(self._plan, layout, self._files, self._staging), dense_sizes(layout)
 
 
 def repeat_conversion(path: Path, layout: ExpertLayout, layer: int) -> Callable[[], object]:
@@ -136,14 +137,15 @@ def _convert_packed(
 
     Raises CheckpointError for NaN and infinite numbers.
     """
-    read = headers.reader(read_bytes)
+    read, (inner, outer) = headers.reader(read_bytes), split_dtype(layout.dtype_of(layer))
+    matrices = zip(layout.tensors(layer, expert)[:3], target[:3], (inner, inner, outer), strict=True)
     try:
-        for (name, *shape), part_target in zip(layout.tensors(layer, expert)[:3], target[:3], strict=True):
+        for (name, *shape), part_target, kernel_dtype in matrices:
             matrix = headers.find_quantized(name, *shape)
             if matrix is None:
                 part_target.copy_(_numbers(headers.find(name, *shape), read_bytes, shape[-1]))
             elif part_target.dtype is torch.uint8:
-                matrix.pack_rows(read, part_target.view(torch.uint8).numpy())
+                matrix.pack_rows(read, part_target.view(torch.uint8).numpy(), dtype=kernel_dtype)
             else:
                 part_target.copy_(torch.from_numpy(matrix.floats(read)))
     except CheckpointError as error:
@@ -179,10 +181,9 @@ def _numbers(place: Place, read_bytes: ReadBytes, columns: int = 0) -> torch.Ten
     return torch.from_numpy(read_bytes(place)).view(NUMBERS[place.dtype]).view(place.shape)
 
 
-def dense_size(layout: ExpertLayout) -> int:
-    """Bytes of the memory of one expert as the kernels read it, in the layer where experts are largest."""
-    types = {layout.dtype_of(layer) for layer in layout.layers}
-    return max(sum(map(align_size, layout.bytes_of(dtype))) for dtype in types)
+def dense_sizes(layout: ExpertLayout) -> dict[int, int]:
+    """Layer -> bytes of the memory of one of its experts as the kernels read it."""
+    return {layer: sum(map(align_size, layout.bytes_of(layout.dtype_of(layer)))) for layer in layout.layers}
 
 
 def dense_expert(memory: torch.Tensor, layout: ExpertLayout, layer: int) -> Expert:

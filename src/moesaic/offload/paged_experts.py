@@ -14,7 +14,7 @@ from moesaic.kernels import weights
 from moesaic.kernels.weights import DeviceTable, ExpertWeights
 from moesaic.models.conversion import conversion_of
 from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
-from moesaic.offload.converted_experts import ConvertingReader, dense_expert, dense_size
+from moesaic.offload.converted_experts import ConvertingReader, dense_expert, dense_sizes
 from moesaic.offload.device import DeviceLink, DeviceMemory, pinned_memory
 from moesaic.offload.link import Link
 from moesaic.offload.weights import Files, Memory, Plan
@@ -119,15 +119,15 @@ class PagedExperts(StreamedByExpert):
 
     @staticmethod
     def _memory(plan: Plan, layout: ExpertLayout) -> Memory:
-        return memory_of(plan, layout, dense_size(layout), 0)
+        return memory_of(plan, layout, dense_sizes(layout), 0)
 
-    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, int]:
-        size, headers = dense_size(layout), self._plan.headers
+    def _create_reader(self, layout: ExpertLayout) -> tuple[Reader, dict[int, int]]:
+        sizes, headers = dense_sizes(layout), self._plan.headers
         reader: Reader = MappedReader(self._plan, layout, self._files)
         if conversion_of(headers, layout) is not None:
             staging = torch.empty(ConvertingReader.sizes(self._plan, layout)[1], dtype=torch.uint8)
             reader = ConvertingReader(self._plan, layout, self._files, staging)
-        return PinningReader(reader, size, self._load_link), size
+        return PinningReader(reader, max(sizes.values()), self._load_link), sizes
 
 
 class MappedReader:
@@ -151,7 +151,7 @@ class PinningReader:
     """Reads experts to places on a device, by way of pinned memory."""
 
     def __init__(self, reader: Reader, size: int, load_link: DeviceLink) -> None:
-        """size: bytes of a place. Raises ConfigError if RAM cannot pin the buffers."""
+        """size: bytes of the largest place. Raises ConfigError if RAM cannot pin the buffers."""
         self._reader, self._load_link = reader, load_link
         self._buffers = [(pinned_memory((size,), torch.uint8), load_link.event()) for _ in range(BUFFERS)]
         self._next = 0
@@ -164,7 +164,7 @@ class PinningReader:
         # one.
         copy_event.synchronize()
         size = self._reader.load(layer, expert, buffer)
-        self._load_link.send(place, buffer)
+        self._load_link.send(place, buffer[: len(place)])
         self._load_link.record(copy_event)
         return size
 

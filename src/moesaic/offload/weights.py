@@ -17,17 +17,17 @@ from typing import Protocol
 import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.core.experts import ExpertLayout
-from moesaic.core.weight_types import NUMBER_BYTES, PACKED_DTYPES, split_dtype
+from moesaic.core.experts import PARTS, ExpertLayout
+from moesaic.core.weight_types import COMPRESSED_DTYPE, NUMBER_BYTES, PACKED_DTYPES, is_packed, split_dtype
 from moesaic.kernels.weights import ExpertWeights
+from moesaic.models.checkpoint import DTYPES as FILE_DTYPES
 from moesaic.models.conversion import conversion_of
+from moesaic.models.gguf.blocks import BLOCKS
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
 from moesaic.offload.arrangement import Arrangement, Span, merge_spans
 from moesaic.offload.link import Link, MappedFile
 from moesaic.offload.reading import DirectFile
 
-NOT_HERE = (None, None, None)
-"""Stands for the gate, up and down matrices of an expert that this process does not have."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED_DTYPES, torch.uint8)}
 
 
@@ -161,11 +161,10 @@ class StreamedExperts:
 
     def _lay_out(self, layout: ExpertLayout) -> dict[tuple[int, int], ExpertWeights]:
         """Returns (layer, slot) -> the layer's experts, in the memory of this object."""
-        dtype = DTYPES[layout.dtype]
-        static_views = views(self._plan.static_arrangement, self._static, dtype)
+        static_views = views(self._plan.static_arrangement, self._static)
         return {
             (layer, slot): _weights(
-                self._plan, layer, ChainMap(static_views, views(arrangement, memory, dtype))
+                self._plan, layout, layer, ChainMap(static_views, views(arrangement, memory))
             )
             for layer, arrangement in self._plan.streamed_arrangements.items()
             for slot, memory in enumerate(self._slots)
@@ -317,7 +316,8 @@ def _places(headers: Headers, name: str, *shape: int, kernel_dtype: str, convert
             if len(shape) == 1
             else [_place(headers, name, *shape, kernel_dtype=kernel_dtype, converts=converts)]
         )
-    if len(shape) == 2 and kernel_dtype not in (matrix.dtype, *NUMBER_BYTES):
+    allowed_types = (matrix.dtype, matrix.conversion, *NUMBER_BYTES) if converts else (matrix.dtype,)
+    if len(shape) == 2 and kernel_dtype not in allowed_types:
         problem = f"an expert is stored as {matrix.dtype}; allowed: {kernel_dtype}, as others"
         raise CheckpointError(f"{headers.path}: tensor {matrix.name}: {problem}")
     return [headers.locate_part(part)[0] for part in matrix.parts]
@@ -347,15 +347,37 @@ def _open(file: Path, direct: bool, link: Link | None) -> DirectFile | MappedFil
         raise CheckpointError(f"{file}: cannot be read ({error})") from error
 
 
-def views(arrangement: Arrangement, memory: torch.Tensor, dtype: torch.dtype) -> dict[Place, torch.Tensor]:
-    """Returns a view of each tensor in `memory`."""
+def views(arrangement: Arrangement, memory: torch.Tensor) -> dict[Place, torch.Tensor]:
+    """Returns a view of each tensor in `memory`. Rows of blocks are bytes."""
     return {
-        place: memory[offset : offset + place.size].view(dtype).view(place.shape)
+        place: _view(place, memory[offset : offset + place.size])
         for place, offset in arrangement.memory_offsets.items()
     }
 
 
-def _weights(plan: Plan, layer: int, views: Mapping[Place, torch.Tensor]) -> ExpertWeights:
-    places = (plan.places.get((layer, expert), NOT_HERE) for expert in range(plan.num_experts))
-    parts = [[None if part is None else views[part] for part in expert_places] for expert_places in places]
-    return ExpertWeights(*map(tuple, zip(*parts, strict=True)))
+def _view(place: Place, data: torch.Tensor) -> torch.Tensor:
+    if place.dtype in BLOCKS:
+        return data.view(*place.shape[:-1], -1)
+    return data.view(FILE_DTYPES[place.dtype]).view(place.shape)
+
+
+def _weights(
+    plan: Plan, layout: ExpertLayout, layer: int, views: Mapping[Place, torch.Tensor]
+) -> ExpertWeights:
+    tensors = {
+        expert: [views[place] for place in plan.places[layer, expert]]
+        for expert in range(plan.num_experts)
+        if (layer, expert) in plan.places
+    }
+    return weights_of(layout, layer, tensors)
+
+
+def weights_of(
+    layout: ExpertLayout, layer: int, tensors: Mapping[int, Sequence[torch.Tensor]]
+) -> ExpertWeights:
+    """The experts of a layer that have these tensors. tensors: expert -> its tensors."""
+    dtype = layout.dtype_of(layer)
+    packed_dtype = dtype if is_packed(dtype) else COMPRESSED_DTYPE
+    return ExpertWeights.from_resident(
+        layout.num_experts, tensors, PARTS[layout.form], layout.activation, packed_dtype
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.weight_types import NATIVE_DTYPES
+from moesaic.core.weight_types import BLOCK_TYPES, NATIVE_DTYPES
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.plan import NEAR_SHARE, OVER_DISK
@@ -42,8 +42,11 @@ class Format:
 
 
 def list_formats(model: ModelSizes, *extra_types: str) -> list[Format]:
-    """List the model in every type that experts can have. extra_types: types of numbers such as float16."""
-    types = dict.fromkeys((*NATIVE_DTYPES, *extra_types))
+    """List the model in every type that experts can have, but for those of GGUF files.
+
+    extra_types: further types, such as float16.
+    """
+    types = dict.fromkeys((*(name for name in NATIVE_DTYPES if name not in BLOCK_TYPES), *extra_types))
     return [format_of(in_format(model, name, gpu=False), name) for name in types]
 
 

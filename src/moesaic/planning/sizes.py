@@ -10,9 +10,10 @@ from typing import Any
 from moesaic.core.text_config import TEXT
 from moesaic.core.weight_types import (
     BLOCK,
+    BLOCK_TYPES,
     COMPRESSED_DTYPE,
     NUMBER_BYTES,
-    QUANTIZATIONS,
+    is_quantized,
     row_bytes,
     split_dtype,
 )
@@ -84,7 +85,12 @@ def read_checkpoint_sizes(
             in_format(model, layout.largest, gpu=False), ties_embeddings=registry.has_tied_embeddings(path)
         )
         other_bytes = registry.bytes_outside_experts(path, kernels, dtype, device)
-        model = replace(model, number=other_bytes / model.other_parameters, quantized_dtype=layout.largest)
+        model = replace(
+            model,
+            number=other_bytes / model.other_parameters,
+            quantized_dtype=layout.largest,
+            mean_expert=layout.num_bytes / layout.num_experts / len(layout.layers) - 4 * model.expert_biases,
+        )
     elif dtype != "auto":
         model = model.with_number(float(NUMBER_BYTES[dtype]))
     model = replace(model, has_compressed_experts=layout.dtype == COMPRESSED_DTYPE)
@@ -114,7 +120,8 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
         model,
         number=number,
         has_compressed_experts=name == COMPRESSED_DTYPE,
-        quantized_dtype=name if split_dtype(name)[0] in QUANTIZATIONS else None,
+        quantized_dtype=name if is_quantized(split_dtype(name)[0]) else None,
+        mean_expert=None,
         activation_number=number if gpu else ROW_BYTES,
         conversion=None,
         read=None,
@@ -126,20 +133,20 @@ def _number(model: ModelSizes, name: str) -> float:
     """Bytes of a number of all but the experts, as a mean, if the experts have this type.
 
     Beside quantised experts, other matrices have the type of gate and up. Gates and the heads' matrices of
-    latent attention are float32, and files have the embedding and the LM head in bf16. Files in MXFP4 have
-    everything beside the experts in bf16.
+    latent attention are float32, and files have the embedding and the LM head in bf16, except for GGUF files.
+    Files in MXFP4 have everything beside the experts in bf16.
     """
-    kind, plain = split_dtype(name)[0], NUMBER_BYTES["bfloat16"]
-    if kind not in QUANTIZATIONS or name == "mxfp4":
+    kind, plain = split_dtype(name)[0], float(NUMBER_BYTES["bfloat16"])
+    if not is_quantized(kind) or name == "mxfp4":
         return float(NUMBER_BYTES.get(name, plain))
     attention, num_float32 = model.attention, model.gates
     if isinstance(attention, Latent):
         num_float32 += (
             model.layers * attention.heads * (attention.nope_width + attention.value) * attention.rank
         )
-    quantized_bytes = (
-        row_bytes(kind, BLOCK) / BLOCK * (model.other_parameters - num_float32 - model.embeddings)
-    )
+    quantized_number = row_bytes(kind, BLOCK) / BLOCK
+    plain = quantized_number if kind in BLOCK_TYPES else plain
+    quantized_bytes = quantized_number * (model.other_parameters - num_float32 - model.embeddings)
     return (
         quantized_bytes + NUMBER_BYTES["float32"] * num_float32 + plain * model.embeddings
     ) / model.other_parameters

@@ -12,9 +12,11 @@ import torch
 
 from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
+from moesaic.core.experts import ExpertLayout
 from moesaic.kernels import table
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import Claims
+from moesaic.models.headers import Headers
 from moesaic.models.rope import RopeConfig
 from moesaic.models.shard import Shard
 from moesaic.models.spec import ModelSpec
@@ -97,13 +99,19 @@ def measure_need(config: WorkerConfig, cluster: ClusterConfig, spec: ModelSpec) 
     """What a model takes beside its cache. Only headers of the files are read."""
     path = files.resolve(config.model.model, config.model.revision)
     kernels = table.pick("cpu", config.model.kernels)
-    attention = registry.bytes_outside_experts(path, kernels, config.model.dtype)
-    experts = read_expert_layout(config.model).num_bytes if spec.moe_layers else 0
+    claims = registry.claim_outside_experts(path, kernels, config.model.dtype)
+    layout = read_expert_layout(config.model) if spec.moe_layers else None
+    experts = 0 if layout is None else layout.num_bytes
     if uses_mtp(config) and experts:
         experts += experts // len(spec.moe_layers)
-    is_mapped = config.model.mmap and _is_mapped(path, kernels, config.model.dtype)
+    private_attention, private_experts = claims.bytes, experts
+    if config.model.mmap and registry.quantised_type(files.read_config(path)) is not None:
+        private_attention -= claims.mapped_bytes
+        private_experts = 0 if layout is None or _maps_experts(path, layout) else experts
+    elif config.model.mmap and _is_mapped(path, kernels, config.model.dtype):
+        private_attention = private_experts = 0
     workers = cluster.attention_workers + cluster.prefill_workers
-    attention *= 1 if is_mapped else workers
+    attention = claims.bytes + (workers - 1) * private_attention
     processes = workers * cluster.tensor_parallel_size + cluster.expert_servers
     row = 2 * spec.top_k * (spec.hidden_size + spec.expert_width) + 8 * spec.hidden_size
     rows = 4 * config.scheduler.max_num_batched_tokens * row
@@ -111,16 +119,20 @@ def measure_need(config: WorkerConfig, cluster: ClusterConfig, spec: ModelSpec) 
     return MemoryNeed(
         attention,
         experts,
-        private=0 if is_mapped else attention + experts,
+        private=workers * private_attention + private_experts,
         working=API_BYTES + processes * WORKER_BYTES + workers * (rows + logits),
     )
 
 
+def _maps_experts(path: Path, layout: ExpertLayout) -> bool:
+    """Whether the kernels read quantised experts in the mapped files."""
+    headers = Headers(path)
+    return all(headers.is_stored(layout, layer) for layer in layout.layers)
+
+
 def _is_mapped(path: Path, kernels: table.Kernels, dtype: str) -> bool:
-    """Whether the kernels read the weights in the type that the files have."""
+    """Whether the kernels read weights that are not quantised in the type that the files have."""
     raw = files.read_config(path)
-    if registry.quantised_type(raw) is not None:
-        return False
     stored_type = registry.stored_type(raw, path, Claims(path))
     type_in_memory = registry.type_in_memory(stored_type, "cpu", kernels) if dtype == "auto" else dtype
     return type_in_memory == stored_type

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from moesaic.config import SMALL_MODEL, CacheConfig, ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.weight_types import BLOCK_TYPES, split_dtype
 from moesaic.kernels import table
 from moesaic.kernels.matrix import number_dtype
 from moesaic.models import files, registry
-from moesaic.models.checkpoint import Progress
+from moesaic.models.checkpoint import Claims, Progress
 from moesaic.models.model import Model
 from moesaic.models.shard import WHOLE, Shard
 from moesaic.runtime.machine import (
@@ -20,6 +23,8 @@ from moesaic.runtime.machine import (
     keep_freed_memory,
     return_freed_memory,
 )
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,27 @@ def load_model(
         config.max_model_len,
         predicting,
     )
+    if shard.rank == 0:
+        _warn_of_conversion(path, kernels, str(device))
     num_bytes = model.num_bytes + (0 if expert_layout is None else expert_layout.num_bytes)
     threads = config.threads or (1 if num_bytes < SMALL_MODEL else most_threads or cores())
     kernels.set_threads(threads, config.pin_threads)
     return LoadedModel(model, device, number_dtype(model.head), kernels, threads)
+
+
+def _warn_of_conversion(path: Path, kernels: table.Kernels, device: str) -> None:
+    """Says in one line that the weights of a GGUF file are converted, if the kernels do not read them."""
+    if not files.is_gguf(path):
+        return
+    file_type = registry.stored_type(files.read_config(path), path, Claims(path))
+    type_in_memory = registry.type_in_memory(file_type, device, kernels)
+    if any(name in BLOCK_TYPES for name in split_dtype(file_type)) and type_in_memory != file_type:
+        LOG.warning(
+            "%s kernels read no blocks of GGUF files: %s is converted to %s, in memory of this process",
+            kernels.name,
+            file_type,
+            type_in_memory,
+        )
 
 
 def select_device(config: ModelConfig) -> torch.device:

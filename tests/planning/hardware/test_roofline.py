@@ -66,12 +66,14 @@ def test_what_is_counted() -> None:
 
 
 def test_experts_of_every_type_compute() -> None:
-    rows, ids = torch.randn(3, 64), torch.tensor([[0, 3], [1, 2], [3, 0]])
-    for stored in (*NATIVE_DTYPES, "int4_offset+int8_16"):
-        weights = operations.build_experts(MODELS[0], stored, 4)
-        assert pick("cpu").experts(weights, rows, ids).shape == (3, 2, 64), stored
+    model = replace(MODELS[0], hidden=256, expert_width=256)  # rows of whole blocks of every type
+    rows, ids = torch.randn(3, 256), torch.tensor([[0, 3], [1, 2], [3, 0]])
+    for stored in (*NATIVE_DTYPES, "int4_offset+int8_16", "q4_k+q6_k"):
+        weights = operations.build_experts(model, stored, 4)
+        answer = pick("cpu").experts(weights, rows, ids)
+        assert answer.shape == (3, 2, 256) and answer.isfinite().all() and answer.any(), stored
         size = sum(part[0].nbytes for part in weights.parts if part[0] is not None)
-        assert size == operations._expert_bytes(MODELS[0], stored), stored
+        assert size == operations._expert_bytes(model, stored), stored
 
 
 def test_a_call_takes_other_weights_than_the_one_before() -> None:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import QUANTIZATIONS
-from moesaic.kernels.quantized_layout import dequantize, pack
+from moesaic.core.weight_types import BLOCK_TYPES
+from moesaic.kernels import blocks
 from moesaic.models.config import Fields
-from moesaic.models.gguf.blocks import BLOCKS, NUMBERS, decode_rows
+from moesaic.models.gguf.blocks import BLOCKS, NUMBERS
 from moesaic.models.quantization.scheme import Array, CodedMatrix, Floats, Kinds, Matrix, Part
 
 EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
@@ -27,6 +27,8 @@ OF_CHANNELS = (".linear_attn.in_proj_qkv", ".linear_attn.in_proj_z", ".linear_at
 OF_HEADS = tuple(f".linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "decay", "dt_bias"))
 """Tensors of linear attention with one row for each value head."""
 Order = npt.NDArray[np.int64]
+Make = Callable[..., CodedMatrix | Array]
+"""What `Matrix.make` is."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Gguf:
                 size,
                 "float32",
                 (part,),
-                _subtract_one if subtracts_one else partial(_make, "F32", order),
+                _subtract_one if subtracts_one else partial(_reorder_rows, order),
             )
         match = BIASES.fullmatch(name)
         if match is None or kinds(f"{match[1]}.down_proj.bias") is None:
@@ -85,7 +87,8 @@ class Gguf:
         words = ("gate_proj", "up_proj") if match[3] == "gate_up" else ("down_proj",)
         half, index = (-1, size // len(words)), (int(match[2]),)
         parts = tuple(Part(f"{match[1]}.{word}.bias", tuple(NUMBERS), half, index) for word in words)
-        return Matrix(name, 1, size, "float32", parts, _interleave)
+        is_stored = all(kinds(part.tensor) == "F32" for part in parts)
+        return Matrix(name, 1, size, "float32", parts, _interleave, is_stored=is_stored)
 
     def _order(self, name: str, rows: int) -> Order | None:
         """Where our rows of a tensor are in the file; None: in the same places."""
@@ -112,14 +115,19 @@ class Gguf:
         if order is None and column_order is None and kind in NUMBERS:
             return None
         part = Part(f"{name}.weight", (kind,), (rows, columns))
-        groups = None if column_order is None or kind in NUMBERS else _whole_groups(kind, column_order)
-        dtype = "float32" if kind in NUMBERS else BLOCKS[kind].dtype
-        make: Callable[..., CodedMatrix | Floats] = partial(_make, kind, order)
-        if column_order is not None and groups is not None:
-            make = partial(_reorder_groups, kind, column_order, groups)
-        elif column_order is not None:
-            make, dtype = partial(_reorder_columns, kind, column_order), "float32"
-        return Matrix(name, rows, columns, dtype, (part,), make, in_bf16=kind == "BF16")
+        dtype, make = "float32" if kind in NUMBERS else BLOCKS[kind], _make_rows(order)
+        if column_order is not None:
+            dtype, make = _make_columns(kind, column_order)
+        return Matrix(
+            name,
+            rows,
+            columns,
+            dtype,
+            (part,),
+            make,
+            in_bf16=kind == "BF16",
+            is_stored=order is None and column_order is None,
+        )
 
     def _by_head(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         """Qwen3-Next's projection to query, key, value and gate, which newer files have in two tensors.
@@ -133,7 +141,7 @@ class Gguf:
         parts = Part(mixed_name, (types[0],), (-1, columns)), Part(gate_name, (types[1],), (-1, columns))
         make = partial(_join_heads, self.linear[0], rows, types[0], types[1])
         alike = types[0] == types[1] and types[0] not in NUMBERS
-        dtype = BLOCKS[types[0]].dtype if alike else "float32"
+        dtype = BLOCKS[types[0]] if alike else "float32"
         return Matrix(name, rows, columns, dtype, parts, make, in_bf16=types == ("BF16", "BF16"))
 
     def _expert(
@@ -148,7 +156,7 @@ class Gguf:
         if kind is None or kind in NUMBERS:
             return None
         part = Part(tensor, (kind,), shape, index)
-        return Matrix(name, rows, columns, BLOCKS[kind].dtype, (part,), partial(_make, kind, None))
+        return Matrix(name, rows, columns, BLOCKS[kind], (part,), _keep, is_stored=True)
 
     def _halves(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         """The projection of the latent to keys and values, which newer files have in two tensors."""
@@ -162,11 +170,35 @@ class Gguf:
         )
 
 
-def _make(kind: str, order: Order | None, array: Array) -> CodedMatrix | Floats:
+def _keep(array: Array) -> Array:
+    return array
+
+
+def _make_rows(order: Order | None) -> Make:
+    """Makes a matrix whose rows stand in another order in the file. Blocks stay as they are."""
+    return _keep if order is None else partial(_reorder_rows, order)
+
+
+def _reorder_rows(order: Order | None, array: Array) -> Array:
+    return array if order is None else array[order]
+
+
+def _make_columns(kind: str, order: Order) -> tuple[str, Make]:
+    """The type of a matrix whose columns stand in another order in the file, and what makes it.
+
+    If whole blocks move, they stay as they are. If only whole groups of numbers with one scale move, the
+    matrix is converted to a type of such groups. Else it becomes float32.
+    """
     if kind in NUMBERS:
-        return array if order is None else array[order]
-    codes, scales, offsets = decode_rows(kind, array if order is None else array[order])
-    return CodedMatrix(codes, scales, offsets)
+        return "float32", partial(_reorder_columns, kind, order)
+    dtype, block = BLOCKS[kind], BLOCK_TYPES[BLOCKS[kind]]
+    moved_blocks = _whole_groups(order, block.numbers)
+    if moved_blocks is not None:
+        return dtype, partial(_reorder_blocks, moved_blocks)
+    moved_groups = _whole_groups(order, block.group)
+    if moved_groups is not None and block.conversion != "float32":
+        return block.conversion, partial(_reorder_groups, dtype, order, moved_groups)
+    return "float32", partial(_reorder_columns, kind, order)
 
 
 def _reorder_columns(kind: str, order: Order, array: Array) -> Floats:
@@ -175,17 +207,23 @@ def _reorder_columns(kind: str, order: Order, array: Array) -> Floats:
     return reordered
 
 
-def _whole_groups(kind: str, order: Order) -> Order | None:
-    """Where our groups of a row are in the file, if `order` only moves whole ones; else None."""
-    size = QUANTIZATIONS[BLOCKS[kind].dtype].group
+def _whole_groups(order: Order, size: int) -> Order | None:
+    """Where our groups of `size` columns are in the file, if `order` only moves whole ones; else None."""
     firsts = order[::size]
     expected_order = (firsts[:, None] + np.arange(size)).reshape(-1)
     return firsts // size if not (firsts % size).any() and np.array_equal(order, expected_order) else None
 
 
-def _reorder_groups(kind: str, order: Order, groups: Order, array: Array) -> CodedMatrix:
+def _reorder_blocks(blocks_of_row: Order, array: Array) -> Array:
+    """The blocks of each row in another order."""
+    rows = len(array)
+    row_blocks: Array = array.reshape(rows, len(blocks_of_row), -1)[:, blocks_of_row]
+    return row_blocks.reshape(rows, -1)
+
+
+def _reorder_groups(dtype: str, order: Order, groups: Order, array: Array) -> CodedMatrix:
     """The codes of a quantised matrix of which whole groups of columns stand in another order."""
-    codes, scales, offsets = decode_rows(kind, array)
+    codes, scales, offsets = blocks.decode_rows(dtype, array)
     return CodedMatrix(codes[:, order], scales[:, groups], None if offsets is None else offsets[:, groups])
 
 
@@ -197,7 +235,7 @@ def _subtract_one(weights: Array) -> Floats:
 
 def _join_heads(
     heads: int, rows: int, mixed_kind: str, gate_kind: str, mixed_rows: Array, gate_rows: Array
-) -> CodedMatrix | Floats:
+) -> Array:
     """mixed [queries + keys + values, h], gate [values, h] -> [rows, h], head by head."""
     width = (len(mixed_rows) - len(gate_rows)) // 2
     if (
@@ -213,11 +251,10 @@ def _join_heads(
     parts = np.split(np.arange(rows), [width, 2 * width, len(mixed_rows)])
     order = np.concatenate([part.reshape(heads, -1) for part in parts], axis=1).reshape(-1)
     if mixed_kind == gate_kind:
-        return _make(mixed_kind, order, np.concatenate([mixed_rows, gate_rows]))
-    joined_rows: Floats = np.concatenate([_numbers(mixed_kind, mixed_rows), _numbers(gate_kind, gate_rows)])[
-        order
-    ]
-    return joined_rows
+        return _reorder_rows(order, np.concatenate([mixed_rows, gate_rows]))
+    return _reorder_rows(
+        order, np.concatenate([_numbers(mixed_kind, mixed_rows), _numbers(gate_kind, gate_rows)])
+    )
 
 
 def _own_order(name: str, rows: int, heads: int) -> Order:
@@ -246,9 +283,8 @@ def _numbers(kind: str, array: Array) -> Floats:
     if kind in NUMBERS:
         numbers: Floats = array
         return numbers
-    codes, scales, offsets = decode_rows(kind, array.reshape(-1, array.shape[-1]))
-    dtype, columns = BLOCKS[kind].dtype, codes.shape[1]
-    return dequantize(dtype, pack(dtype, codes, scales, offsets), columns).reshape(*array.shape[:-1], columns)
+    rows = blocks.dequantize(BLOCKS[kind], array.reshape(-1, array.shape[-1]))
+    return rows.reshape(*array.shape[:-1], -1)
 
 
 def parse(fields: Fields) -> Gguf:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import QUANTIZATIONS
+from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, group_numbers, is_quantized
+from moesaic.kernels import blocks
 from moesaic.kernels.quantized_layout import TABLES, dequantize, pack
 from moesaic.models.gguf.blocks import BLOCKS, row_bytes
 
@@ -83,59 +84,75 @@ class Matrix:
     rows: int
     columns: int
     dtype: str
-    """The stored type that it is converted to: a key of QUANTIZED, or "float32" where none fits."""
+    """The type in which it is stored, for which `is_quantized` holds, or "float32" where none fits.
+
+    A type of QUANTIZATIONS has the file's numbers in another layout. Of BLOCK_TYPES it has the file's bytes.
+    """
     parts: tuple[Part, ...]
-    make: Callable[..., CodedMatrix | Floats]
-    """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32"."""
+    make: Callable[..., CodedMatrix | Array]
+    """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32", and
+    bytes [rows, row_bytes] where it is a type of BLOCK_TYPES."""
     in_bf16: bool = False
     """Whether bf16 seems to hold every number: then a dense matrix is kept in bf16 if it does."""
+    is_stored: bool = False
+    """Whether the kernels read each part as the file has it. Then `make` only puts parts together."""
+
+    @property
+    def conversion(self) -> str:
+        """`dtype` for kernels that read no blocks."""
+        return BLOCK_TYPES[self.dtype].conversion if self.dtype in BLOCK_TYPES else self.dtype
+
+    def choose_type(self, part: tuple[slice, ...], can_use_blocks: bool) -> str:
+        """The type in which a part can stay for kernels that read quantised types, or "float32"."""
+        types = [self.dtype, self.conversion] if can_use_blocks else [self.conversion]
+        return next((dtype for dtype in types if self.cuts(part, dtype)), "float32")
 
     def pack_rows(
-        self, read: Callable[[Part], Array], output: Bytes | None = None, part: tuple[slice, ...] = ()
+        self,
+        read: Callable[[Part], Array],
+        output: Bytes | None = None,
+        part: tuple[slice, ...] = (),
+        dtype: str | None = None,
     ) -> Bytes:
-        """The bytes [rows, row_bytes] of type `dtype`, in `output` if that is given.
+        """The bytes [rows, row_bytes] of a type, in `output` if that is given.
 
-        part: the rows and columns that are wanted, for which `cuts` holds.
-        Raises CheckpointError for NaN and infinite numbers, and for scales so large that a code is infinite.
+        They may be a view of what `read` returns, if the files have these bytes in this order.
+
+        part: the rows and columns that are wanted, for which `cuts` holds. dtype: `self.dtype`, which is the
+        default, or `conversion`. Raises CheckpointError for NaN and infinite numbers, and for scales so large
+        that a code is infinite. But blocks that stay as they are stored are not looked at.
         """
-        coded = self._decode([read(part) for part in self.parts])
-        if not isinstance(coded, CodedMatrix):
-            self._check(coded, "the matrix")
-            float_bytes = np.ascontiguousarray(coded, dtype="<f4").view(np.uint8)
-            if output is None:
-                return float_bytes
-            output[:] = float_bytes
-            return output
-        self._check(coded.scales, "a scale")
-        if coded.offsets is not None:
-            self._check(coded.offsets, "an offset")
-        values = QUANTIZATIONS[self.dtype].values
-        with np.errstate(over="ignore"):
-            # A finite scale may still give an infinite number with the largest code.
-            largest = np.abs(coded.scales) * np.nanmax(np.abs(TABLES[values]))
-            self._check(largest if coded.offsets is None else largest + np.abs(coded.offsets), "the matrix")
-        if values == "e4m3":  # the only type with codes of NaN, which no scale shows
-            for begin in range(0, len(coded.codes), BAND):
-                if (coded.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
-                    self._refuse("nan", "the matrix")
-        return pack(self.dtype, *self._part(*self._regroup(coded), part), output)
+        dtype, content = dtype or self.dtype, self._decode([read(part) for part in self.parts])
+        if self.dtype in BLOCK_TYPES and dtype == self.dtype:
+            assert not isinstance(content, CodedMatrix)
+            return _put(self._part_of_blocks(content, part), output)
+        matrix = self._code(content, dtype)
+        if not isinstance(matrix, CodedMatrix):
+            self._check(matrix, "the matrix")
+            return _put(np.ascontiguousarray(matrix[part], dtype="<f4").view(np.uint8), output)
+        self._check_coded(matrix, QUANTIZATIONS[dtype].values)
+        return pack(dtype, *self._part(dtype, *self._regroup(dtype, matrix), part), output)
 
-    def cuts(self, part: tuple[slice, ...], group: int = 1) -> bool:
-        """Whether a part has whole groups of each row, so that it can stay in type `dtype`.
+    def cuts(self, part: tuple[slice, ...], dtype: str | None = None, group: int = 1) -> bool:
+        """Whether a part has whole groups of each row, so that it can stay in a type, or in its own.
 
         group: also whole groups of this power of two.
         """
-        if self.dtype not in QUANTIZATIONS:
+        dtype = dtype or self.dtype
+        if not is_quantized(dtype):
             return False
-        columns, size = (
-            range(self.columns)[(*part, slice(None), slice(None))[1]],
-            QUANTIZATIONS[self.dtype].group,
-        )
+        columns, size = range(self.columns)[(*part, slice(None), slice(None))[1]], group_numbers(dtype)
         return all(
             end % max(size, group) == 0 or end == self.columns for end in (columns.start, columns.stop)
         )
 
-    def _decode(self, arrays: list[Array]) -> CodedMatrix | Floats:
+    def check_blocks(self, stored_rows: Bytes) -> None:
+        """Raises CheckpointError for blocks with numbers that are NaN or infinite."""
+        number = blocks.find_not_finite(self.dtype, stored_rows)
+        if number is not None:
+            self._refuse(str(number), "a scale")
+
+    def _decode(self, arrays: list[Array]) -> CodedMatrix | Array:
         """What `make` returns. Its errors name one of the tensors, and get the name of the matrix here."""
         try:
             with np.errstate(over="ignore", invalid="ignore"):  # packed refuses these numbers
@@ -145,18 +162,34 @@ class Matrix:
 
     def floats(self, read: Callable[[Part], Array]) -> Floats:
         """The numbers [rows, columns]. Raises CheckpointError for NaN and infinite numbers."""
-        rows_bytes = self.pack_rows(read)
-        if self.dtype == "float32":
-            return rows_bytes.view("<f4")
-        return dequantize(self.dtype, rows_bytes, self.columns)
+        if self.dtype not in QUANTIZATIONS:
+            return self.pack_rows(read, dtype="float32").view("<f4")
+        return dequantize(self.dtype, self.pack_rows(read), self.columns)
 
     def scratch(self, dtype: str) -> int:
         """The most bytes that `packed` or `floats` take beside a result in type `dtype`."""
         return scratch_of(dtype, self.rows * self.columns)
 
-    def _regroup(self, coded_matrix: CodedMatrix) -> tuple[Bytes, Floats, Floats | None]:
+    def _code(self, content: CodedMatrix | Array, dtype: str) -> CodedMatrix | Floats:
+        """What `make` returned, for the conversion to type `dtype`."""
+        if isinstance(content, CodedMatrix) or self.dtype not in BLOCK_TYPES:
+            return content
+        self.check_blocks(content)
+        if dtype == "float32":
+            return blocks.dequantize(self.dtype, content)
+        return CodedMatrix(*blocks.decode_rows(self.dtype, content))
+
+    def _part_of_blocks(self, stored_rows: Bytes, part: tuple[slice, ...]) -> Bytes:
+        """The bytes of a part of a matrix in blocks."""
+        if len(part) < 2:
+            return stored_rows[part]
+        columns, block = range(self.columns)[part[1]], BLOCK_TYPES[self.dtype]
+        first, last = (end // block.numbers * block.size for end in (columns.start, columns.stop))
+        return stored_rows[part[0], first:last]
+
+    def _regroup(self, dtype: str, coded_matrix: CodedMatrix) -> tuple[Bytes, Floats, Floats | None]:
         """Codes, scales and offsets with groups of the size that `dtype` has."""
-        groups = -(-self.columns // QUANTIZATIONS[self.dtype].group)
+        groups = -(-self.columns // QUANTIZATIONS[dtype].group)
         scales, offsets = coded_matrix.scales, coded_matrix.offsets
         if scales.shape[1] != groups:
             # The file has larger groups. Each of ours gets the scale of the one that it lies in.
@@ -165,16 +198,30 @@ class Matrix:
         return coded_matrix.codes, scales, offsets
 
     def _part(
-        self, codes: Bytes, scales: Floats, offsets: Floats | None, part: tuple[slice, ...]
+        self, dtype: str, codes: Bytes, scales: Floats, offsets: Floats | None, part: tuple[slice, ...]
     ) -> tuple[Bytes, Floats, Floats | None]:
-        """A part of what `_grouped` returns."""
+        """A part of what `_regroup` returns."""
         if not part:
             return codes, scales, offsets
         rows, columns = part[0], range(self.columns)[part[1] if len(part) > 1 else slice(None)]
-        size = QUANTIZATIONS[self.dtype].group
+        size = QUANTIZATIONS[dtype].group
         groups = slice(columns.start // size, -(-columns.stop // size))
         part_codes = codes[rows, columns.start : columns.stop]
         return part_codes, scales[rows, groups], None if offsets is None else offsets[rows, groups]
+
+    def _check_coded(self, matrix: CodedMatrix, values: str) -> None:
+        """Raises CheckpointError for scales, offsets and codes that are or make NaN or infinite numbers."""
+        self._check(matrix.scales, "a scale")
+        if matrix.offsets is not None:
+            self._check(matrix.offsets, "an offset")
+        with np.errstate(over="ignore"):
+            # A finite scale may still give an infinite number with the largest code.
+            largest = np.abs(matrix.scales) * np.nanmax(np.abs(TABLES[values]))
+            self._check(largest if matrix.offsets is None else largest + np.abs(matrix.offsets), "the matrix")
+        if values == "e4m3":  # the only type with codes of NaN, which no scale shows
+            for begin in range(0, len(matrix.codes), BAND):
+                if (matrix.codes[begin : begin + BAND] & 0x7F == 0x7F).any():
+                    self._refuse("nan", "the matrix")
 
     def _check(self, numbers: Floats, subject: str) -> None:
         finite = np.isfinite(numbers)
@@ -183,6 +230,14 @@ class Matrix:
 
     def _refuse(self, got: str, subject: str) -> None:
         raise CheckpointError(f"tensor {self.name}: got {got} in {subject}; allowed: finite numbers")
+
+
+def _put(stored_rows: Bytes, output: Bytes | None) -> Bytes:
+    """The bytes themselves, or `output` with them."""
+    if output is None:
+        return stored_rows
+    output[:] = stored_rows
+    return output
 
 
 def scratch_of(dtype: str, numbers: int) -> int:
@@ -218,7 +273,7 @@ class Scheme(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The stored type that its matrices are converted to; that of the first kind if there are several."""
+        """The type in which its matrices are stored; that of the first kind if there are several."""
         ...
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moesaic.core import gpu_parts
-from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS
+from moesaic.core.weight_types import COMPRESSED_DTYPE, is_quantized, split_dtype
 from moesaic.cost.hardware import GIB, Hardware, Level, Link, Processor
 from moesaic.kernels.table import Kernels, pick
 from moesaic.planning.hardware import disk, memory, products
@@ -95,7 +95,8 @@ class Processing:
         efficiency = products.prefill_efficiency(self.rates, self.dtype)
         overlap = products.compute_overlap(self.rates, self.dtype, bandwidth)
         experts = products.flops_by_rows(self.rates, self.dtype)
-        kinds = sorted({measurement.dtype for measurement in self.rates} & QUANTIZATIONS.keys())
+        types = {measurement.dtype for measurement in self.rates}
+        kinds = sorted(dtype for dtype in types if all(map(is_quantized, split_dtype(dtype))))
         packed_curves = tuple((kind, products.flops_by_rows(self.rates, kind)) for kind in kinds)
         peak = products.find_peak(self.rates, self.dtype)
         processor = Processor(peak, efficiency, overlap=overlap, experts=experts, packed_rates=packed_curves)

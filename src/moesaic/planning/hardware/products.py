@@ -17,7 +17,15 @@ from typing import Literal
 
 import torch
 
-from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS
+from moesaic.core.weight_types import (
+    BLOCK_TYPES,
+    COMPRESSED_DTYPE,
+    QUANTIZATIONS,
+    is_packed,
+    row_bytes,
+    split_dtype,
+)
+from moesaic.kernels.blocks import SCALES
 from moesaic.kernels.compressed_layout import compress
 from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import Kernels
@@ -102,19 +110,21 @@ def measure_rates(
 ) -> tuple[Rate, ...]:
     """Measure every combination of dtype, shape and rows. min_bytes: minimum bytes of a shape's matrices."""
     measured_rates: list[Rate] = []
-    can_measure = sizes.packed_type in QUANTIZATIONS and kernels.can_use_quantized
-    packed_type = sizes.packed_type if can_measure else None
+    packed_type = sizes.packed_type
+    if packed_type is not None and (packed_type == COMPRESSED_DTYPE or not _can_read(kernels, packed_type)):
+        packed_type = None
     total = (len(dtypes) * len(SHAPES) + (packed_type is not None)) * len(sizes.rows)
     jobs = [
         (dtype_name(dtype), _jobs(kernels, dtype, sizes.with_matrix_bytes(min_bytes, dtype.itemsize), device))
         for dtype in dtypes
     ]
     if packed_type is not None:
-        store = partial(_randomize_like, packed_type)
         jobs.append(
             (
                 packed_type,
-                _expert_jobs(kernels, torch.float32, sizes.with_matrix_bytes(min_bytes, 1), device, store),
+                _expert_jobs(
+                    kernels, torch.float32, sizes.with_matrix_bytes(min_bytes, 1), device, packed_type
+                ),
             )
         )
     for name, dtype_jobs in jobs:
@@ -172,8 +182,11 @@ def compute_overlap(rates: Sequence[Rate], dtype: str, bandwidth: float) -> floa
     return min(max(1 - exposed_share / shorter, 0.0), 1.0)
 
 
-Store = Callable[[torch.Tensor], torch.Tensor]
-"""Puts a matrix of numbers into the form in which it is stored."""
+def _can_read(kernels: Kernels, packed_type: str) -> bool:
+    """Whether kernels compute from a quantised type."""
+    return is_packed(packed_type) and kernels.choose_quantized_type(packed_type) == packed_type
+
+
 Job = tuple[Shape, int, float, Callable[[], object]]
 """The shape, rows and flops of a product, and the function that computes it."""
 
@@ -181,7 +194,8 @@ Job = tuple[Shape, int, float, Callable[[], object]]
 def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> Iterator[Job]:
     hidden, is_compressed = sizes.hidden, sizes.packed_type == COMPRESSED_DTYPE and kernels.can_use_compressed
     is_compressed = is_compressed and dtype is torch.bfloat16
-    yield from _expert_jobs(kernels, dtype, sizes, device, _compress if is_compressed else _keep)
+    stored_type = COMPRESSED_DTYPE if is_compressed else dtype_name(dtype)
+    yield from _expert_jobs(kernels, dtype, sizes, device, stored_type)
     matrices = [random((hidden, hidden), dtype, device) for _ in range(sizes.matrices)]
     for rows in sizes.rows:
         num_matrices, states = (
@@ -195,10 +209,10 @@ def _jobs(kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str) -> It
 
 
 def _expert_jobs(
-    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str, store: Store
+    kernels: Kernels, dtype: torch.dtype, sizes: Sizes, device: str, stored_type: str
 ) -> Iterator[Job]:
     hidden, width = sizes.hidden, sizes.width
-    weights = _experts(sizes, dtype, device, store)
+    weights = _experts(sizes, dtype, device, stored_type)
     for rows in sizes.rows:
         ids = _ids(sizes.count_matrices("experts", rows), rows, sizes.top_k).to(device)
         states = random((len(ids), hidden), torch.float32, device)
@@ -225,30 +239,30 @@ def _multiply_all(kernels: Kernels, states: torch.Tensor, matrices: Sequence[tor
         kernels.linear(states, matrix)
 
 
-def _experts(sizes: Sizes, dtype: torch.dtype, device: str, store: Store) -> ExpertWeights:
-    def part(*shape: int) -> tuple[torch.Tensor, ...]:
-        return tuple(store(random(shape, dtype, device)) for _ in range(sizes.matrices))
+def _experts(sizes: Sizes, dtype: torch.dtype, device: str, stored_type: str) -> ExpertWeights:
+    """stored_type: that of the experts; where it is one of numbers, it is `dtype`."""
+    inner_type, down_type = split_dtype(stored_type)
+
+    def part(kind: str, *shape: int) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            random_in_type(kind, (shape[0], shape[1])) if is_packed(kind) else random(shape, dtype, device)
+            for _ in range(sizes.matrices)
+        )
 
     hidden, width = sizes.hidden, sizes.width
-    parts = part(width, hidden), part(width, hidden), part(hidden, width)
-    return ExpertWeights(*parts, packed_dtype=sizes.packed_type or COMPRESSED_DTYPE)
-
-
-def _keep(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix
+    inner_parts = part(inner_type, width, hidden), part(inner_type, width, hidden)
+    packed_dtype = stored_type if is_packed(stored_type) else COMPRESSED_DTYPE
+    return ExpertWeights(*inner_parts, part(down_type, hidden, width), packed_dtype=packed_dtype)
 
 
 def _compress(matrix: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(compress(matrix.view(torch.uint16).numpy()))
 
 
-def _randomize_like(kind: str, matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix of random numbers in a quantised type, of the size of `matrix`."""
-    return _quantize_random(kind, matrix.shape)
-
-
 def random_in_type(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     """A matrix of random numbers in a type of `core.weight_types.NATIVE_DTYPES`."""
+    if kind in BLOCK_TYPES:
+        return _random_blocks(kind, shape)
     if kind in QUANTIZATIONS:
         return _quantize_random(kind, shape)
     if kind == COMPRESSED_DTYPE:
@@ -264,6 +278,20 @@ def _quantize_random(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
     ).numpy()
     scales = random((rows, -(-columns // quantized_format.group)), torch.float32, "cpu").numpy()
     return torch.from_numpy(pack(kind, codes, scales, -scales if quantized_format.offset else None))
+
+
+def _random_blocks(kind: str, shape: tuple[int, int]) -> torch.Tensor:
+    """A matrix of random codes in blocks of ggml, with small scales."""
+    rows, columns = shape
+    stored_rows = torch.randint(256, (rows, row_bytes(kind, columns)), dtype=torch.uint8)
+    blocks = stored_rows.view(-1, BLOCK_TYPES[kind].size)
+    if kind not in SCALES:  # an exponent of one byte, with 127 for 1
+        blocks[:, 0] = 122
+        return stored_rows
+    scales = random((len(blocks), len(SCALES[kind])), torch.float32, "cpu").half().view(torch.uint8)
+    for index, offset in enumerate(SCALES[kind]):
+        blocks[:, offset : offset + 2] = scales[:, 2 * index : 2 * index + 2]
+    return stored_rows
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:

@@ -40,7 +40,7 @@ class Footprint:
         return {
             "all but routed experts": model.other_bytes,
             "static experts": policy.static_experts * self._expert * model.moe_layers,
-            "two layers of streamed experts": 2 * num_streamed * self._expert,
+            "two layers of streamed experts": 2 * num_streamed * model.largest_expert_bytes,
             **({"an expert as it is read": model.staging} if model.staging else {}),
             "cache": cache * policy.batch * model.layers
             + moving * self.workload.cache_tokens * self._token * policy.slow_cache,

@@ -1,0 +1,92 @@
+"""The blocks of GGUF files have the numbers of the library `gguf`, in every type."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, row_bytes
+from moesaic.kernels import blocks, quantized_layout
+from moesaic.kernels.matrix import QuantizedMatrix
+
+Bytes = npt.NDArray[np.uint8]
+EXTREMES = {
+    "ordinary": [1.0, -0.37, 0.01], "tiny": [6e-8, -6e-8, 0.0], "huge": [65504.0, -65504.0, 3e4],
+}  # fmt: skip
+"""Scales in float16: of ordinary size, the smallest that are no zero, and the largest."""
+EXPONENTS = {"ordinary": [120, 127, 130], "tiny": [0, 1, 2], "huge": [250, 251, 252]}
+
+
+def ggml_type(dtype: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType["MXFP4" if dtype == "mxfp4_e8m0" else dtype.upper()]
+
+
+def random_rows(dtype: str, scales: str, rows: int = 12, count: int = 5) -> Bytes:
+    """Rows of `count` blocks with random codes, and scales of EXTREMES in every place of a block."""
+    rng, block = np.random.default_rng(3), BLOCK_TYPES[dtype]
+    stored_rows = rng.integers(0, 256, (rows, count * block.size), dtype=np.uint8)
+    each = stored_rows.reshape(-1, block.size)
+    for offset in blocks.SCALES.get(dtype, ()):
+        each[:, offset : offset + 2] = (
+            rng.choice(EXTREMES[scales], (len(each), 1)).astype("<f2").view(np.uint8)
+        )
+    if dtype not in blocks.SCALES:
+        each[:, 0] = rng.choice(EXPONENTS[scales], len(each))
+    return stored_rows
+
+
+@pytest.mark.parametrize("scales", EXTREMES)
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_every_type_has_the_numbers_of_the_library(dtype: str, scales: str) -> None:
+    stored_rows = random_rows(dtype, scales)
+    wanted = gguf.dequantize(stored_rows, ggml_type(dtype))
+    assert wanted.any() and np.isfinite(wanted).all()
+    assert blocks.find_not_finite(dtype, stored_rows) is None
+    assert blocks.dequantize(dtype, stored_rows).tobytes() == wanted.tobytes()
+    matrix = QuantizedMatrix(torch.from_numpy(stored_rows), wanted.shape[1], dtype)
+    assert torch.equal(matrix.floats(), torch.from_numpy(wanted))
+    chosen = torch.tensor([3, 0, 3])
+    assert torch.equal(matrix.select_rows(chosen).floats(), torch.from_numpy(wanted)[chosen])
+
+
+@pytest.mark.parametrize("dtype", [name for name, one in BLOCK_TYPES.items() if one.conversion != "float32"])
+def test_a_conversion_keeps_the_numbers(dtype: str) -> None:
+    stored_rows, kind = random_rows(dtype, "ordinary"), BLOCK_TYPES[dtype].conversion
+    codes, scales, offsets = blocks.decode_rows(dtype, stored_rows)
+    repeat = BLOCK_TYPES[dtype].group // QUANTIZATIONS[kind].group
+    parts = [part if part is None else part.repeat(repeat, axis=1) for part in (scales, offsets)]
+    assert parts[0] is not None
+    packed = quantized_layout.pack(kind, codes, parts[0], parts[1])
+    numbers = quantized_layout.dequantize(kind, packed, codes.shape[1])
+    assert np.array_equal(numbers, blocks.dequantize(dtype, stored_rows))
+
+
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_numbers_that_are_not_finite_are_found_in_every_place_of_a_block(dtype: str) -> None:
+    sound = random_rows(dtype, "huge")
+    if dtype not in blocks.SCALES:
+        for exponent, says in ((255, "nan"), (254, "inf"), (253, "inf")):
+            stored_rows = sound.copy()
+            stored_rows[7, 2 * BLOCK_TYPES[dtype].size] = exponent
+            assert str(blocks.find_not_finite(dtype, stored_rows)) == says
+        return
+    for offset in blocks.SCALES[dtype]:
+        for number in (float("nan"), float("inf"), -float("inf")):
+            stored_rows = sound.copy()
+            begin = 2 * BLOCK_TYPES[dtype].size + offset
+            stored_rows[7, begin : begin + 2] = np.array([number], "<f2").view(np.uint8)
+            assert str(blocks.find_not_finite(dtype, stored_rows)) == str(number)
+            assert not np.isfinite(blocks.dequantize(dtype, stored_rows)).all()
+
+
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_bytes_of_rows_are_those_of_the_library(dtype: str) -> None:
+    numbers, size = gguf.GGML_QUANT_SIZES[ggml_type(dtype)]
+    assert (BLOCK_TYPES[dtype].numbers, BLOCK_TYPES[dtype].size) == (numbers, size)
+    assert row_bytes(dtype, 1024) == 1024 // numbers * size
+    with pytest.raises(ValueError, match=f"rows of 1040 numbers; allowed: multiples of {numbers}"):
+        row_bytes(dtype, 1040)
