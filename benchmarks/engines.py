@@ -56,52 +56,52 @@ def start(arguments: argparse.Namespace) -> list[Engine]:
         return _quantised(arguments)
     engines = _moesaic(arguments, model)
     if arguments.compressed:
-        child = _child(sys.executable, "moesaic", str(arguments.compressed), threads, arguments.settings)
+        child = start_child(sys.executable, "moesaic", str(arguments.compressed), threads, arguments.settings)
         engines.append(Engine("moesaic, compressed", child))
     if arguments.experts:
-        peer = _child(sys.executable, "transformers", model, threads)
+        peer = start_child(sys.executable, "transformers", model, threads)
         engines += [Engine(f"transformers {way}", peer, 4, {"experts": way}) for way in arguments.experts]
     for kind in arguments.llama_types if arguments.llama else []:
-        python = _python(arguments.llama)
+        python = venv_python(arguments.llama)
         file = _gguf(python, arguments.model, arguments.work, kind)
-        peer = _child(python, "llama", str(file), threads, kind)
+        peer = start_child(python, "llama", str(file), threads, kind)
         engines.append(Engine(f"llama.cpp {kind}", peer, BYTES[kind]))
     for kind in arguments.vllm_types if arguments.vllm else []:
-        peer = _child(_python(arguments.vllm), "vllm", model, threads, kind, context)
+        peer = start_child(venv_python(arguments.vllm), "vllm", model, threads, kind, context)
         engines.append(Engine(f"vLLM {kind}", peer, BYTES[kind]))
     return engines
 
 
 def _quantised(arguments: argparse.Namespace) -> list[Engine]:
     """moesaic and llama.cpp on one GGUF file that llama.cpp quantised."""
-    python, threads, kind = _python(arguments.llama), str(arguments.threads), arguments.quantised
+    python, threads, kind = venv_python(arguments.llama), str(arguments.threads), arguments.quantised
     source = _gguf(python, arguments.model, arguments.work, "bf16")
     file = source.with_name(f"{arguments.model.name}-{kind}.gguf")
     if not file.exists() or file.stat().st_mtime < source.stat().st_mtime:
         command = [python, str(HERE / "quantize_gguf.py"), str(source), str(file), kind]
         subprocess.run(command, check=True, stdout=sys.stderr)
     bytes_of = file.stat().st_size / Checkpoint(arguments.model).numbers
-    peer = Engine(f"llama.cpp {kind}", _child(python, "llama", str(file), threads, kind), bytes_of)
+    peer = Engine(f"llama.cpp {kind}", start_child(python, "llama", str(file), threads, kind), bytes_of)
     return [*_moesaic(arguments, str(file)), peer]
 
 
 def _moesaic(arguments: argparse.Namespace, model: str) -> list[Engine]:
     """moesaic, and moesaic with n-grams that draft tokens if --speculate asks for them."""
     threads, settings = str(arguments.threads), json.loads(arguments.settings)
-    engines = [Engine("moesaic", _child(sys.executable, "moesaic", model, threads, arguments.settings))]
+    engines = [Engine("moesaic", start_child(sys.executable, "moesaic", model, threads, arguments.settings))]
     if arguments.speculate:
         drafts = {"method": "ngram", "num_speculative_tokens": arguments.speculate}
         told = json.dumps(settings | {"speculative_config": drafts})
-        engines.append(Engine("moesaic, drafts", _child(sys.executable, "moesaic", model, threads, told)))
+        engines.append(Engine("moesaic, drafts", start_child(sys.executable, "moesaic", model, threads, told)))
     return engines
 
 
-def _child(python: str, peer: str, *arguments: str) -> subprocess.Popen[str]:
+def start_child(python: str, peer: str, *arguments: str) -> subprocess.Popen[str]:
     command = [python, str(HERE / f"peer_{peer}.py"), *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _python(path: Path) -> str:
+def venv_python(path: Path) -> str:
     """The interpreter of a virtual environment, or the interpreter itself if the path names one."""
     return str(path / "bin" / "python" if path.is_dir() else path)
 

@@ -320,15 +320,16 @@ auto with_quantized(moesaic::Stored stored, const Use& use) {
     }
 }
 
-// Brings `count` numbers of a row, at most BLOCK and whole blocks, into the layout of As.
-template <class T>
-void unpack(const uint8_t* from, int64_t count, uint8_t* out) {
+// Brings `count` numbers of a row, at most BLOCK and whole blocks, into the layout of As. Calls `passing` for each block.
+template <class T, class Passing>
+MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, const Passing& passing) {
     using As = typename T::As;
     int64_t groups = count / T::kGroup;
     float* scales = reinterpret_cast<float*>(out);
     float* offsets = scales + groups;
     uint8_t* codes = out + As::kHead * groups;
     for (int64_t i = 0; i < count; i += T::kNumbers, from += T::kBytes) {
+        passing();
         float scale = T::scale_of(from), offset = 0;
         if constexpr (As::kHasOffset) offset = half_at(from + T::kOffset);
         if constexpr (T::kNumbers == 32) {
@@ -347,46 +348,8 @@ template <class T, std::enable_if_t<kBlocks<T>, int> = 0>
 inline void dequantize(const T* block, int64_t count, float* out) {
     using As = typename T::As;
     alignas(64) uint8_t room[As::bytes(BLOCK)];
-    unpack<T>(&block->byte, count, room);
+    unpack<T>(&block->byte, count, room, [] {});
     dequantize(reinterpret_cast<const As*>(room), count, out);
 }
-
-// Columns of a matrix, as rows of type T or of blocks that become T. Products read a stretch of a few columns at a time.
-template <class T>
-struct Columns {
-    static constexpr int64_t kStride = T::bytes(BLOCK);  // of unpacked columns
-
-    const uint8_t* first;
-    int64_t ld;        // bytes of a column
-    int64_t stretch;   // bytes of BLOCK numbers
-    int64_t of_group;  // bytes of a group, at least; 0 if columns are unpacked
-    void (*unpack)(const uint8_t* from, int64_t count, uint8_t* out);  // null: stored as T
-
-    explicit Columns(const T* weights, int64_t row)
-        : first(&weights->byte), ld(row), stretch(T::bytes(BLOCK)), of_group(T::kHead + T::kCodes), unpack(nullptr) {}
-    template <class B>
-    static Columns of_blocks(const B* weights, int64_t row) {
-        Columns columns(reinterpret_cast<const T*>(weights), row);
-        columns.stretch = B::bytes(BLOCK), columns.of_group = 0;
-        columns.unpack = MOESAIC_ISA::unpack<B>;
-        return columns;
-    }
-
-    // The stretch of `count` numbers from `begin` on of `some` columns. The next column is `ld` bytes further. room: has
-    // kStride bytes for each. Calls passing(bytes) for each column that is unpacked.
-    struct Stretch {
-        const T* first;
-        int64_t ld;
-    };
-    template <class Passing>
-    MOESAIC_INLINE Stretch at(int64_t column, int64_t some, int64_t begin, int64_t count, uint8_t* room,
-                              const Passing& passing) const {
-        const uint8_t* from = first + column * ld + begin / BLOCK * stretch;
-        if (unpack == nullptr) return {reinterpret_cast<const T*>(from), ld};
-        int64_t bytes = count == BLOCK ? stretch : ld - begin / BLOCK * stretch;
-        for (int64_t c = 0; c < some; c++) unpack(from + c * ld, count, room + c * kStride), passing(bytes);
-        return {reinterpret_cast<const T*>(room), kStride};
-    }
-};
 
 }  // namespace MOESAIC_ISA

@@ -6,6 +6,49 @@
 
 namespace MOESAIC_ISA {
 
+// Columns of a matrix, as rows of type T or of blocks that become T. Products read a stretch of a few columns at a time.
+template <class T>
+struct Columns {
+    static constexpr int64_t kStride = T::bytes(BLOCK);  // of unpacked columns
+
+    const uint8_t* first;
+    int64_t ld;        // bytes of a column
+    int64_t stretch;   // bytes of BLOCK numbers
+    int64_t of_group;  // bytes of a group, at most
+    int64_t groups;    // of a block
+    void (*unpack)(const uint8_t* from, int64_t count, uint8_t* out, Stream& stream, int64_t bytes);  // null: stored as T
+
+    explicit Columns(const T* weights, int64_t row)
+        : first(&weights->byte), ld(row), stretch(T::bytes(BLOCK)), of_group(T::kHead + T::kCodes), groups(1),
+          unpack(nullptr) {}
+    template <class B>
+    static Columns of_blocks(const B* weights, int64_t row) {
+        Columns columns(reinterpret_cast<const T*>(weights), row);
+        columns.stretch = B::bytes(BLOCK), columns.of_group = (B::kBytes + B::kGroups - 1) / B::kGroups;
+        columns.groups = B::kGroups;
+        columns.unpack = [](const uint8_t* from, int64_t count, uint8_t* out, Stream& stream, int64_t bytes) {
+            Stream mine = stream;
+            MOESAIC_ISA::unpack<B>(from, count, out, [&]() MOESAIC_INLINE_LAMBDA { mine.fetch(bytes); });
+            stream = mine;
+        };
+        return columns;
+    }
+
+    // The stretch of `count` numbers from `begin` on of `some` columns. The next column is `ld` bytes further. room: has
+    // kStride bytes for each. Columns that are unpacked prefetch `bytes` a group.
+    struct Stretch {
+        const T* first;
+        int64_t ld;
+    };
+    MOESAIC_INLINE Stretch at(int64_t column, int64_t some, int64_t begin, int64_t count, uint8_t* room, Stream& stream,
+                              int64_t bytes) const {
+        const uint8_t* from = first + column * ld + begin / BLOCK * stretch;
+        if (unpack == nullptr) return {reinterpret_cast<const T*>(from), ld};
+        for (int64_t c = 0; c < some; c++) unpack(from + c * ld, count, room + c * kStride, stream, bytes * groups);
+        return {reinterpret_cast<const T*>(room), kStride};
+    }
+};
+
 template <class T, std::enable_if_t<kQuantized<T>, int> = 0>
 inline void bring_near(const T* columns, int64_t ld, int64_t some, int64_t count, float* out, Stream& stream) {
     for (int64_t c = 0; c < some; c++) {
@@ -84,7 +127,7 @@ void multiply_few(const float* const* rows, const Columns<T>& weights, int64_t c
             int64_t count = std::min(k - begin, BLOCK);
             const float* x[R];
             for (int r = 0; r < R; r++) x[r] = rows[r] + begin;
-            auto from = weights.at(column, some, begin, count, room, [&](int64_t bytes) { stream.fetch(bytes); });
+            auto from = weights.at(column, some, begin, count, room, stream, weights.of_group / 2);
             if (some == C) tile_quantized<T, R, C>(x, from.first, from.ld, count, stream, begin == 0, out + column, stride);
             else tile_quantized<T, R, 1>(x, from.first, from.ld, count, stream, begin == 0, out + column, stride);
         }
@@ -108,6 +151,7 @@ void multiply_by_tiles(const float* const* rows, int64_t n, const Columns<T>& we
     for (int64_t t = 0; t < tiles; t++) {
         int64_t r = n * t / tiles, some = n * (t + 1) / tiles - r;
         int64_t step = quantized_columns(some) * weights.of_group;
+        if (weights.unpack != nullptr) step /= 2;  // the other half while they are unpacked
         Stream stream;
         if (t == 0) {
             stream = Stream(weights.first + lead, size - lead, step);

@@ -348,7 +348,11 @@ void multiply_panels(const float* const* rows, int64_t n, const Columns<T>& weig
     // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
     if (n > FEW_INTEGER_ROWS) steps = groups * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES;
     int64_t panel_bytes = PANEL_COLUMNS * groups * weights.of_group;
-    Stream stream(weights.first + lead, size - lead, panel_bytes / std::max<int64_t>(1, steps) + (panel_bytes > 0));
+    // Unpacking takes about as long as `fill`, or as the products of few rows.
+    int64_t unpacking = weights.unpack == nullptr ? 0 : n > FEW_INTEGER_ROWS ? groups * T::kCodes / PANEL_BYTES : steps;
+    int64_t step = panel_bytes / std::max<int64_t>(1, steps + unpacking) + 1;
+    int64_t of_group = step * unpacking / (PANEL_COLUMNS * std::max<int64_t>(1, groups));
+    Stream stream(weights.first + lead, size - lead, step);
     if (then != nullptr) stream.then = static_cast<const char*>(then), stream.then_size = lead;
     IntegerPanel panel;
     alignas(64) uint8_t room[PANEL_COLUMNS * Columns<T>::kStride];
@@ -356,7 +360,7 @@ void multiply_panels(const float* const* rows, int64_t n, const Columns<T>& weig
         int64_t some = std::min(PANEL_COLUMNS, columns - c);
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = std::min(k - begin, BLOCK);
-            auto from = weights.at(c, some, begin, count, room, [&](int64_t bytes) { stream.fetch(bytes); });
+            auto from = weights.at(c, some, begin, count, room, stream, of_group);
             BlockOf<T> of(from.first, count);
             fill_heads(of, from.ld, some, panel);
             if (n <= FEW_INTEGER_ROWS) {
