@@ -1,7 +1,7 @@
 // Weights in ggml's blocks, as GGUF files have them. kernels/blocks.py reads the same, and says what a code means.
 //
-// A type says where the scales of its blocks are, and how a block becomes codes of eight bits with a scale for each group,
-// and an offset in some types. `unpack` brings a stretch of a row into the layout of `As` (quantized.h), the type that
+// A type says where the scales of its blocks are, and how a block becomes codes of four or eight bits with a scale for each
+// group, and an offset in some types. `unpack` brings a stretch of a row into the layout of `As` (quantized.h), the type that
 // holds the same numbers. All products are written for those types, and read what is unpacked from L1.
 #pragma once
 
@@ -40,11 +40,11 @@ template <class V>
 MOESAIC_INLINE void put_codes(uint8_t* p, const V& codes) { std::memcpy(p, &codes, sizeof codes); }
 
 // Each byte shifted to the left, or by -kBy to the right. Bits of neighbours come in, which the caller masks.
-template <int kBy>
-MOESAIC_INLINE Thirty2 shifted(Thirty2 x) {
-    typedef uint64_t Words __attribute__((vector_size(32)));
-    if constexpr (kBy >= 0) return Thirty2(Words(x) << kBy);
-    return Thirty2(Words(x) >> (kBy < 0 ? -kBy : 0));
+template <int kBy, class V>
+MOESAIC_INLINE V shifted(V x) {
+    typedef uint64_t Words __attribute__((vector_size(sizeof(V))));
+    if constexpr (kBy >= 0) return V(Words(x) << kBy);
+    return V(Words(x) >> (kBy < 0 ? -kBy : 0));
 }
 
 // Calls use(integral constant) for 0 to kCount - 1.
@@ -114,19 +114,13 @@ struct Q8_0 : Blocks<Int8, 32, 34> {
     }
 };
 
-struct Q4_0 : Blocks<Int8, 32, 18> {
-    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        Sixteen both = codes_at<Sixteen>(block + 2);
-        put_codes(codes, (both & 15) - 8), put_codes(codes + 16, (both >> 4) - 8);
-    }
+struct Q4_0 : Blocks<Int4, 32, 18> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 2, 16); }
 };
 
-struct Q4_1 : Blocks<Int8Offset, 32, 20> {
+struct Q4_1 : Blocks<Int4Offset, 32, 20> {
     static constexpr int64_t kOffset = 2;
-    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        Sixteen both = codes_at<Sixteen>(block + 4);
-        put_codes(codes, both & 15), put_codes(codes + 16, both >> 4);
-    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 4, 16); }
 };
 
 struct Q5_0 : Blocks<Int8, 32, 22> {
@@ -161,16 +155,24 @@ struct Iq4Nl : Blocks<Int8, 32, 18> {
     }
 };
 
-struct Mxfp4Blocks : Blocks<Int8, 32, 17> {
-    // A power of two, halved since codes stand for doubled numbers. 255 stands for NaN.
-    static MOESAIC_INLINE float scale_of(const uint8_t* block) {
-        uint32_t exponent = block[0];
-        uint32_t bits = exponent > 1 ? (exponent - 1) << 23 : uint32_t(1) << (21 + exponent);
-        if (exponent == 255) bits = 0x7fc00000u;
-        float scale;
-        std::memcpy(&scale, &bits, 4);
-        return scale;
-    }
+// The number of an exponent of MXFP4. It is halved where codes stand for doubled numbers. 255 stands for NaN.
+MOESAIC_INLINE float power_of_two(uint8_t exponent, bool halved) {
+    int power = exponent - (halved ? 1 : 0);
+    uint32_t bits = power > 0 ? uint32_t(power) << 23 : uint32_t(1) << (22 + power);
+    if (exponent == 255) bits = 0x7fc00000u;
+    float number;
+    std::memcpy(&number, &bits, 4);
+    return number;
+}
+
+struct Mxfp4Blocks : Blocks<Mxfp4, 32, 17> {
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return power_of_two(block[0], false); }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 1, 16); }
+};
+
+// The same as integers.
+struct Mxfp4Integers : Blocks<Int8, 32, 17> {
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return power_of_two(block[0], true); }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
         put_numbers(Nibble<Values::kE2M1>::kTable, block + 1, codes);
     }
@@ -188,15 +190,16 @@ MOESAIC_INLINE void put_six_bits(const uint8_t* from, float scale, float minimum
     multiply_eight<false>(of_scales, scale, scales), multiply_eight<false>(of_minima, -minimum, offsets);
 }
 
-struct Q4_K : Blocks<Int8Offset, 256, 144> {
+struct Q4_K : Blocks<Int4Offset, 256, 144> {
     static constexpr int64_t kOffset = 2;
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         put_six_bits(block + 4, scale, minimum, scales, offsets);
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
-            Thirty2 both = codes_at<Thirty2>(block + 16 + 32 * i);
-            put_codes(codes + 64 * i, both & 15), put_codes(codes + 64 * i + 32, shifted<-4>(both) & 15);
+        each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {  // the low halves of 32 bytes are a group, the high ones the next
+            Sixteen first = codes_at<Sixteen>(block + 16 + 32 * i), second = codes_at<Sixteen>(block + 32 + 32 * i);
+            put_codes(codes + 32 * i, (first & 15) | (shifted<4>(second) & 0xf0));
+            put_codes(codes + 32 * i + 16, (shifted<-4>(first) & 15) | (second & 0xf0));
         });
     }
 };
@@ -338,8 +341,8 @@ MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, con
         } else {
             T::put_scales(from, scale, offset, scales, offsets);
         }
-        T::unpack(from, codes + i);
-        scales += T::kGroups, offsets += T::kGroups;
+        T::unpack(from, codes);
+        scales += T::kGroups, offsets += T::kGroups, codes += T::kGroups * As::kCodes;
     }
 }
 

@@ -44,6 +44,16 @@ constexpr bool kInteger<Integer<Q>> = true;
 template <class Q>
 constexpr bool kInOrder<Integer<Q>> = false;
 
+// How blocks become integers.
+template <class Q>
+struct IntegerBlocks {
+    using Type = Q;
+};
+template <>
+struct IntegerBlocks<Mxfp4Blocks> {
+    using Type = Mxfp4Integers;
+};
+
 // The columns that are multiplied together, and the bytes of a column that are brought into that order at a time.
 constexpr int64_t PANEL_COLUMNS = LANES, PANEL_BYTES = 4 * LANES;
 
@@ -384,8 +394,9 @@ template <class T, std::enable_if_t<kInteger<T>, int> = 0>
 inline void multiply(const float* const* rows, int64_t n, const T* weights, int64_t ld, int64_t columns, int64_t k,
                      float* out, int64_t stride, const T* then = nullptr) {
     if constexpr (kBlocks<T>) {
-        using As = Integer<typename T::As>;
-        const typename T::Exact* blocks = weights;
+        using Blocks = typename IntegerBlocks<typename T::Exact>::Type;
+        using As = Integer<typename Blocks::As>;
+        auto blocks = reinterpret_cast<const Blocks*>(weights);
         multiply_panels(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
     } else {
         multiply_panels(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
