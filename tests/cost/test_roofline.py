@@ -78,6 +78,18 @@ def test_experts_in_two_types_take_the_seconds_of_both() -> None:
     assert processor.experts_flops(8, "int4_offset+int8_16") == pytest.approx(3 / (2 / 12 + 1 / 8))
     assert processor.rates("int4_offset") == packed[0][1]
     assert processor.rates("int4_offset+fp8") == EXPERTS, "one of the types was not measured"
+    assert processor.has_rates("int4_offset+int8_16") and not processor.has_rates("int4_offset+fp8")
+
+
+def test_experts_in_two_types_that_were_measured_together_have_that_rate() -> None:
+    packed = (("q4_k", ((1.0, 6.0),)), ("q4_k+q6_k", ((1.0, 4.0),)))
+    processor = Processor(100.0, experts=EXPERTS, packed_rates=packed)
+    assert processor.experts_flops(1, "q4_k+q6_k") == 4 and processor.has_rates("q4_k+q6_k")
+    assert processor.rates("q4_k+q5_k") == EXPERTS and not processor.has_rates("q6_k")
+    level = Level("core", GIB, GIB, replace(processor, packed_rates=packed))
+    machine = Hardware("two cores", level, level, Link(GIB, GIB))
+    read = from_tables(machine.to_tables()).fast.processor
+    assert read is not None and read.experts_flops(1, "q4_k+q6_k") == pytest.approx(4)
 
 
 def test_experts_are_priced_apart_where_they_were_measured() -> None:

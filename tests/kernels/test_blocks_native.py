@@ -1,4 +1,4 @@
-"""ggml's blocks: their numbers are those of the library `gguf`, and products have the bits of the same numbers."""
+"""ggml's blocks have the numbers of the library `gguf`, and products have the bits of the same numbers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,12 @@ def test_numbers_are_those_of_the_library(dtype: str) -> None:
     assert np.array_equal(blocks.dequantize(dtype, stored), gguf.quants.dequantize(stored, kind))
 
 
-PAIRS = [*((dtype, dtype) for dtype in BLOCK_TYPES), ("q4_k", "q6_k"), ("mxfp4_e8m0", "q8_0"), ("q2_k", "q3_k")]
+PAIRS = [
+    *((dtype, dtype) for dtype in BLOCK_TYPES),
+    ("q4_k", "q6_k"),
+    ("mxfp4_e8m0", "q8_0"),
+    ("q2_k", "q3_k"),
+]
 
 
 @pytest.mark.parametrize(("inner", "down"), PAIRS)
@@ -83,7 +88,8 @@ def test_experts_have_the_bits_of_float32(reading: Kernels, inner: str, down: st
         stored = [draw_mlp(rng, inner, down, size) for _ in range(4)]
         types = inner, inner, down
         floats = [
-            Mlp([blocks.dequantize(dtype, rows) for dtype, rows in zip(types, mlp, strict=True)]) for mlp in stored
+            Mlp([blocks.dequantize(dtype, rows) for dtype, rows in zip(types, mlp, strict=True)])
+            for mlp in stored
         ]
         for n in (1, 3, 9, 25, 200):
             rows, ids = 0.1 * rng.standard_normal((n, size.h), dtype=np.float32), uneven(rng, n)

@@ -25,7 +25,7 @@ from moesaic.offload.by_expert import StreamedByExpert
 from moesaic.offload.pool import ExpertPool
 from moesaic.offload.weights import StreamedExperts
 from moesaic.planning.sizes import read_checkpoint_sizes
-from moesaic.runtime import fitting
+from moesaic.runtime import fitting, quick_fit
 
 kernels = table.pick("cpu", "auto")
 pytestmark = [
@@ -178,3 +178,13 @@ def test_a_start_counts_mapped_blocks_as_no_memory_of_its_own(file: Path) -> Non
     assert need.private <= 0.02 * bytes_of(file)
     copies = fitting.measure_need(WorkerConfig(ModelConfig(str(file), mmap=False)), ClusterConfig(), spec)
     assert copies.private == copies.weights == need.weights
+
+
+def test_kernels_that_make_weights_float32_do_not_surely_fit(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = quick_fit.PROCESS_BYTES + 12 * file.stat().st_size
+    monkeypatch.setattr(quick_fit, "available_memory", lambda: room)
+    for name, fits in (("auto", True), ("reference", False), ("amx_bf16x2", False)):
+        config = WorkerConfig(ModelConfig(str(file), kernels=name, max_model_len=64))  # type: ignore[arg-type]
+        assert quick_fit.surely_fits(config) == fits

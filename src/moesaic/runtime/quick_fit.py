@@ -10,6 +10,10 @@ from moesaic.runtime.machine import available_memory
 
 MOST_GROWTH = 2
 """Bytes of weights in memory for each byte of the files, at most: 16 bits become float32."""
+MOST_WIDENING = 13
+"""The same of quantised weights with kernels that make them float32: those of Q2_K have 2.6 bits."""
+WIDENING_KERNELS = ("reference", "amx_bf16")
+"""How the names of such kernels begin."""
 PROCESS_BYTES = 1 << 30
 """More than a process has of libraries and rows."""
 AUTO_SHARE = 0.4
@@ -33,15 +37,18 @@ def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> b
     ]
     workers = cluster.attention_workers + cluster.prefill_workers
     processes = workers * cluster.tensor_parallel_size + cluster.expert_servers
-    weights = workers * MOST_GROWTH * sum(file.stat().st_size for file in weight_files)
-    left = available_memory() - weights - processes * PROCESS_BYTES
-    if config.cache.kv_cache_memory != "auto" or left <= 0:
-        return False
     try:
-        raw = {key: value for key, value in files.read_config(path).items() if key != "quantization_config"}
+        config_json = files.read_config(path)
+        raw = {key: value for key, value in config_json.items() if key != "quantization_config"}
         sizes = read(raw, config.model.model)
     except MoesaicError:
         return False  # the loader says what is wrong
+    is_widened = len(raw) < len(config_json) and config.model.kernels.startswith(WIDENING_KERNELS)
+    growth = MOST_WIDENING if is_widened else MOST_GROWTH
+    weights = workers * growth * sum(file.stat().st_size for file in weight_files)
+    left = available_memory() - weights - processes * PROCESS_BYTES
+    if config.cache.kv_cache_memory != "auto" or left <= 0:
+        return False
     longest = config.model.max_model_len or raw.get("max_position_embeddings", 1 << 40)
     if not isinstance(longest, int):
         return False

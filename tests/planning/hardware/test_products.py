@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.core.weight_types import QUANTIZATIONS
+from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS
 from moesaic.kernels.table import REFERENCE, Kernels, pick
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.planning.hardware import products
@@ -113,18 +113,19 @@ def test_experts_are_compressed_where_the_kernels_compute_from_that() -> None:
         assert {one[3] for one in seen if one[0] == "dense"} == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("kind", [*QUANTIZATIONS, *BLOCK_TYPES, "q4_k+q6_k"])
 def test_quantised_experts_are_measured_beside_the_others(kind: str) -> None:
     native = pick("cpu", "auto")
     seen: list[tuple[Any, ...]] = []
-    found = measured(spied(native, seen), [torch.float32], replace(TINY, packed_type=kind))
+    sizes = replace(TINY, hidden=256, width=256, packed_type=kind)
+    found = measured(spied(native, seen), [torch.float32], sizes)
     extra = [one for one in found if one.dtype == kind]
     assert [(one.shape, one.rows) for one in extra] == [
         ("experts", rows) for rows in TINY.rows
     ] * native.can_use_quantized
     assert len(found) - len(extra) == 6 and extra == list(found[6:])
     assert [one[3] for one in seen if one[0] == "experts"][3:] == [torch.uint8] * len(extra)
-    assert len(measured(REFERENCE, [torch.float32], replace(TINY, packed_type=kind))) == 6
+    assert len(measured(REFERENCE, [torch.float32], sizes)) == 6
 
 
 def test_more_matrices_than_caches_hold() -> None:
