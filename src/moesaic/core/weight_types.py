@@ -66,7 +66,7 @@ DTYPE_SEPARATOR = "+"
 def split_dtype(dtype: str) -> tuple[str, str]:
     """The type of an expert's gate and up, and that of its down.
 
-    >>> of_matrices("int8"), of_matrices("int4_offset+int8_16")
+    >>> split_dtype("int8"), split_dtype("int4_offset+int8_16")
     (('int8', 'int8'), ('int4_offset', 'int8_16'))
     """
     inner_dtype, _, down_dtype = dtype.partition(DTYPE_SEPARATOR)
@@ -100,7 +100,7 @@ def is_native(dtype: str) -> bool:
 def expert_code(dtype: str) -> int:
     """How the compiled module is told a type of experts.
 
-    It is the index in OF_EXPERTS. If down has another type than gate and up, 256 times one more than that
+    It is the index in NATIVE_DTYPES. If down has another type than gate and up, 256 times one more than that
     one's index is added.
     """
     inner_index, down_index = map(NATIVE_DTYPES.index, split_dtype(dtype))

@@ -58,7 +58,7 @@ class Processor:
     launch: float = 0.0
     """Seconds that a task takes besides its computation."""
     packed_rates: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = ()
-    """Type of quantised experts (a key of core.weight_types.QUANTIZED) -> `experts` of experts in this
+    """Type of quantised experts (a key of core.weight_types.QUANTIZATIONS) -> `experts` of experts in this
     type. Types that are left out are priced by `experts`."""
 
     def rates(self, dtype: str | None) -> Rates:

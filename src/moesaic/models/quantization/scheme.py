@@ -83,7 +83,7 @@ class Matrix:
     rows: int
     columns: int
     dtype: str
-    """The stored type that it is converted to: a key of QUANTIZED, or "float32" where none fits."""
+    """The stored type that it is converted to: a key of QUANTIZATIONS, or "float32" where none fits."""
     parts: tuple[Part, ...]
     make: Callable[..., CodedMatrix | Floats]
     """Called with an array for each part. Returns [rows, columns] float32 where `dtype` is "float32"."""
@@ -167,7 +167,7 @@ class Matrix:
     def _part(
         self, codes: Bytes, scales: Floats, offsets: Floats | None, part: tuple[slice, ...]
     ) -> tuple[Bytes, Floats, Floats | None]:
-        """A part of what `_grouped` returns."""
+        """A part of what `_regroup` returns."""
         if not part:
             return codes, scales, offsets
         rows, columns = part[0], range(self.columns)[part[1] if len(part) > 1 else slice(None)]
