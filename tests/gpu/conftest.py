@@ -32,7 +32,7 @@ COVER = {
     "graphs of shared attention": "test_attention_graphs.py::test_every_rank_replays_what_it_would_compute",
     "graphs of ranks": "test_rank_graphs.py::test_tokens_are_those_of_one_process",
     "calls by CUDA IPC": "test_device_calls.py::test_tokens_are_those_of_the_host",
-    "graphs that ask servers, by NVSHMEM": "test_nvshmem_graphs.py::test_a_placement_that_changes_between_steps",
+    "graphs that ask servers": "test_nvshmem_graphs.py::test_a_placement_that_changes_between_steps",
     "rows of ranks": "test_rows.py::test_no_row_goes_to_the_host",
     "ranks": "test_group.py::test_tokens_are_those_of_one_process",
     "expert servers": "test_servers.py::test_a_worker_on_a_gpu_asks_servers_on_the_cpu",
