@@ -1,9 +1,13 @@
-"""What docstrings and comments quote exists: files, attributes of classes, names of modules."""
+"""What docstrings and comments quote exists: files, attributes, names, and parameters. Examples run."""
 
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
+import keyword
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,22 @@ SOURCE = ROOT / "src" / "moesaic"
 FILE = re.compile(r"(?<![\w./-])((?:[a-z_]+/)+[a-z_0-9]+\.py)\b")
 ATTRIBUTE = re.compile(r"`(?:\w+\.)*([A-Z]\w+)\.(\w+)(?:\(\))?`")
 MODULE_NAME = re.compile(r"`((?:[a-z_]+\.)+[A-Za-z_]+)(?:\(\))?`")
+WORD = re.compile(r"`(\w*[A-Za-z]\w*)`")
+PARAMETERS = re.compile(r"(?:^|[.\])?`\"] )([a-z_]\w*(?:(?:, | and )[a-z_]\w*)+): ")
 FOREIGN = ("vllm/", "python/sglang/", "cluster/x.py")
 """Beginnings of paths in other projects, and an example."""
+FOREIGN_WORDS = {
+    "Stored",
+    "X_blocks",
+    "X_scales",
+    "block_q4_K",
+    "extra_config",
+    "ps",
+    "topologySpreadConstraints",
+    "v1",
+    "w2",
+}
+"""Names of the native kernels, of checkpoints, of llama.cpp, of Kubernetes, and of a program."""
 
 
 def bound_in(node: ast.AST) -> set[str]:
@@ -99,3 +117,86 @@ def test_what_does_not_exist_is_found() -> None:
     assert stale(good, index, files) == []
     bad = "core/y.py, `Server.lost`, `core.x.Gone`, `core.y`"
     assert stale(bad, index, files) == ["core/y.py", "Server.lost", "core.x.Gone", "core.y"]
+
+
+# ---- words
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """The strings that stand alone: docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(value := node.value, ast.Constant):
+            yield from [value] if isinstance(value.value, str) else []
+
+
+def known_words(tree: ast.AST) -> set[str]:
+    """Names that a module uses, and the words of its strings that are no docstrings."""
+    words: set[str] = set()
+    texts = set(map(id, docstrings(tree)))
+    for node in ast.walk(tree):
+        words.update(
+            value for _, value in ast.iter_fields(node) if isinstance(value, str) and value.isidentifier()
+        )
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in texts:
+            words.update(re.findall(r"\w+", node.value))
+    return words
+
+
+def lost_words(module: rules.Module, known: set[str]) -> list[str]:
+    return [
+        word for text in docstrings(module.tree) for word in WORD.findall(text.value) if word not in known
+    ]
+
+
+@pytest.mark.slow
+def test_words_in_backticks_are_names() -> None:
+    modules = rules.read_package(SOURCE)
+    known = FOREIGN_WORDS.union(keyword.kwlist, *(known_words(module.tree) for module in modules))
+    known |= {module.inner.rpartition(".")[2] for module in modules}
+    lost = [f"{module.name}: {word}" for module in modules for word in lost_words(module, known)]
+    assert lost == []
+
+
+def test_a_word_that_is_no_name_is_found() -> None:
+    source = '"""`f`, `size`, `flfs`, `gone`"""\ndef f(size):\n    "`lost`"\n    return size == "flfs"\n'
+    module = rules.Module("moesaic.core.x", source)
+    assert lost_words(module, known_words(module.tree)) == ["gone", "lost"]
+
+
+# ---- parameters
+
+
+def lost_parameters(tree: ast.AST) -> list[str]:
+    """Names in a docstring's lists of parameters that the function lacks, if it has others of the list."""
+    lost: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = {child.arg for child in ast.walk(node.args) if isinstance(child, ast.arg)}
+            for together in PARAMETERS.findall(" ".join((ast.get_docstring(node) or "").split())):
+                listed = set(re.split(", | and ", together))
+                lost += sorted(listed - names) if listed & names else []
+    return lost
+
+
+@pytest.mark.slow
+def test_docstrings_list_parameters_that_exist() -> None:
+    modules = rules.read_package(SOURCE)
+    lost = [f"{module.name}: {name}" for module in modules for name in lost_parameters(module.tree)]
+    assert lost == []
+
+
+def test_a_parameter_that_does_not_exist_is_found() -> None:
+    text = 'def f(rows, sizes):\n    """Does it. rows, width: numbers. Others, of these: not listed."""\n'
+    assert lost_parameters(ast.parse(text)) == ["width"]
+
+
+# ---- examples
+
+EXAMPLES = [module.name for module in rules.read_package(SOURCE) if "    >>> " in module.source]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_give_what_they_say(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted and not result.failed

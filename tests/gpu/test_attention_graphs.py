@@ -183,8 +183,8 @@ def alone(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 CASES = [
-    pytest.param(DRAFTED, True, 2, marks=pytest.mark.slow),
     pytest.param("keys and values", False, 2, marks=pytest.mark.slow),
+    pytest.param(DRAFTED, True, 2, marks=pytest.mark.slow),
     *(
         pytest.param(*case, marks=pairs.REST)
         for case in (

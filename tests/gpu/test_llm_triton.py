@@ -178,6 +178,7 @@ ARCHITECTURES = ("80", "86", "90", "100", "120")
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1200)  # compiling takes a minute of CPU for each architecture
 @pytest.mark.skipif(not IS_INTERPRETED, reason="a GPU compiles what it runs")
 def test_every_kernel_compiles_for_gpus_that_are_not_here() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

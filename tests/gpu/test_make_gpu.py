@@ -193,6 +193,7 @@ def test_other_engines_are_measured_where_they_can_be_imported(
     assert found["rows"][0]["decode_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_what_pytest_found_is_told(tmp_path: Path) -> None:
     found = suite.run(Work("cpu"), written(tmp_path, PASSES, FAILS))
     assert (found["ok"], found["tests"], found["failures"]) == (False, 2, 1)

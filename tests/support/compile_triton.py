@@ -50,17 +50,17 @@ from tests.support import delta_steps, paged_steps
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block of threads can have, by compute capability."""
-READS_WEIGHTS = ("_gated", "_down", "_linear")
+READS_WEIGHTS = ("experts._gate_and_up", "experts._down_projection", "dense._linear")
 """Kernels whose speed is that of reading weights."""
 NARROW = re.compile(r"ld\.global\S*\.b(8|16)\b")
 """Loads of fewer than 4 bytes by a thread. They take as long as those of 16 bytes."""
 LATENT = 576
 """Numbers of a cached row of DeepSeek's latent attention."""
 ORDERED = {
-    "_post": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
-    "_wait": (r"ld\.relaxed\.sys.*fence\.(acq_rel|acquire)\.sys", r"ld\.volatile"),
-    "_send": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
-    "_answered": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys", r"ld\.volatile"),
+    "exchange._post": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
+    "exchange._wait": (r"ld\.relaxed\.sys.*fence\.(acq_rel|acquire)\.sys", r"ld\.volatile"),
+    "nvshmem_exchange._send": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys",),
+    "nvshmem_exchange._wait": (r"fence\.(acq_rel|release)\.sys.*st\.relaxed\.sys", r"ld\.volatile"),
 }
 """What a kernel must have so that other devices and the host see its writes in their order."""
 NOTHING = """
@@ -74,6 +74,8 @@ define i32 @nvshmem_uint64_test(i64 %word, i32, i64) noinline {
 """
 """Functions of NVIDIA's library, with the types by which kernels call them."""
 done: set[tuple[int, str]] = set()
+examined: set[str] = set()
+"""Kernels that were compiled, as `module.name`."""
 
 
 class Device:
@@ -106,11 +108,13 @@ def compiled(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: A
         if (DEVICE.architecture, made.hash) in done:
             continue
         done.add((DEVICE.architecture, made.hash))
-        shared, name = made.metadata.shared, f"{kernel.__name__} {constants}"
+        short_name = f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__}"
+        examined.add(short_name)
+        shared, name = made.metadata.shared, f"{short_name} {constants}"
         sys.stdout.write(f"sm_{DEVICE.architecture} {shared} bytes: {name}\n")
         assert shared <= SHARED[DEVICE.architecture] << 10, f"{name}: more shared memory than there is"
-        narrow = kernel.__name__ in READS_WEIGHTS and NARROW.search(made.asm["ptx"])
-        for instruction in ORDERED.get(kernel.__name__, ()):
+        narrow = short_name in READS_WEIGHTS and NARROW.search(made.asm["ptx"])
+        for instruction in ORDERED.get(short_name, ()):
             found = re.search(instruction, made.asm["ptx"], re.DOTALL)
             assert found, f"sm_{DEVICE.architecture}: {name} lacks {instruction}"
         assert not narrow, f"{name} reads weights with {narrow and narrow[0]}"
@@ -225,6 +229,8 @@ def main() -> None:
         for width in (128, 256, LATENT):
             attend(([1, 1], [40, 1500]), dtype, None, width)
             attend(([1, 30], [40, 200]), dtype, 50, width)
+    missing = {*READS_WEIGHTS, *ORDERED} - examined
+    assert not missing, f"kernels that nobody compiled: {sorted(missing)}"
 
 
 if __name__ == "__main__":

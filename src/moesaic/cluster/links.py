@@ -32,7 +32,7 @@ ASSUMED_LINK = LinkModel(1e-4, 1.25e9)
 
 
 class Links:
-    """The hosts and links of one cluster. `measured` and the queries may be called from any thread."""
+    """The hosts and links of one cluster. `record_link` and the queries may be called from any thread."""
 
     def __init__(self, members: Members, cluster: ClusterConfig) -> None:
         """Raises ConfigError for a wrong file of --topology."""

@@ -127,7 +127,7 @@ class Changes:
                 self._members.remove(member)
 
     def resolve_counts(self, *numbers: int | None) -> tuple[int, int, int]:
-        """The numbers of `COUNTED` after a change to `numbers`. Raises as `check` does."""
+        """The numbers of `COUNT_NAMES` after a change to `numbers`. Raises as `check` does."""
         servers, workers, prefill = (
             now if number is None else number for number, now in zip(numbers, self._numbers(), strict=True)
         )
@@ -175,7 +175,7 @@ class Changes:
             )
 
     def _check_limits(self, *counts: int) -> None:
-        """Raises ScalingError for changed numbers of `COUNTED` that --autoscale does not allow."""
+        """Raises ScalingError for changed numbers of `COUNT_NAMES` that --autoscale does not allow."""
         numbers = dict(zip(COUNT_NAMES, counts, strict=True))
         now = dict(zip(COUNT_NAMES, self._numbers(), strict=True))
         for role, rule in autoscale_rules(self._cluster).items():
@@ -272,7 +272,7 @@ class Changes:
         return [member for member in self._members.prefill_workers if member.stage is not Stage.STOPPED]
 
     def _numbers(self) -> tuple[int, int, int]:
-        """The numbers of `COUNTED` now."""
+        """The numbers of `COUNT_NAMES` now."""
         return len(self._members.servers), len(self._members.workers), len(self._prefill_workers)
 
     def _scale_to(self, servers: int | None, workers: int | None, prefill: int | None) -> Change:

@@ -113,9 +113,9 @@ def bench_serve(
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Load any OpenAI-compatible server and measure its latencies and throughput."""
-    from moesaic.commands import bench_serve as command
+    from moesaic.commands import bench as command
 
-    return command.run(replace(options, api_key=options.api_key or api_key()), output.json)
+    return command.measure_server(replace(options, api_key=options.api_key or api_key()), output.json)
 
 
 @bench.command(name="throughput")
@@ -129,10 +129,10 @@ def bench_throughput(
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
     """Complete random prompts with a model in this process, all submitted at once, and measure."""
-    from moesaic.commands import bench_throughput as command
+    from moesaic.commands import bench as command
 
     worker = WorkerConfig(model, cache, scheduler, trace=tracing.trace)
-    return command.run(options, worker, output.json)
+    return command.measure_engine(options, worker, output.json)
 
 
 @bench.command(name="kernels")

@@ -50,7 +50,7 @@ def lines(
     ticks: Ticks | None = None,
     logarithmic: bool = False,
 ) -> Panel:
-    """A panel with lines on a y axis from 0. Lines without points are left out. across, y_label: axis names.
+    """A panel with lines on a y axis from 0. Lines without points are left out. x_label, y_label: axis names.
 
     ticks: labels of the x axis; None: round numbers. logarithmic: the numbers of both axes are powers of
     ten, and the labels are 10 to that power.

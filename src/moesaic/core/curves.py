@@ -32,8 +32,8 @@ class Curve:
         """Seconds of a run of `rows` rows that reads the weights of `experts` experts.
 
         >>> curve = Curve(((128, 0.8), (256, 1.6)))
-        >>> curve.seconds(1), curve.seconds(192), round(curve.seconds(512), 9)
-        (0.8, 1.2, 3.2)
+        >>> [round(curve.seconds(rows), 9) for rows in (1, 192, 512)]
+        [0.8, 1.2, 3.2]
         """
         weights = self.per_expert * experts
         if rows <= self.points[0][0] or len(self.points) == 1:

@@ -19,7 +19,7 @@ class Endpoint:
     def address_for(self, host: str) -> str:
         """The address at which a process of `host` connects.
 
-        >>> Endpoint("unix:@a", "tcp:10.0.0.2:80", "one").seen_from("two")
+        >>> Endpoint("unix:@a", "tcp:10.0.0.2:80", "one").address_for("two")
         'tcp:10.0.0.2:80'
         """
         return self.remote if self.remote and self.host != host else self.address

@@ -104,7 +104,7 @@ def triton_kernels(kind: str, reference: Kernels) -> Kernels | None:
 
     Raises ImportError if Triton is not installed.
     """
-    from moesaic.gpu.triton.table import triton_kernels
+    from moesaic.gpu.triton.operations import triton_kernels
 
     return triton_kernels(kind, reference)
 

@@ -172,7 +172,7 @@ class Placement:
         }
 
     def table(self, layer: int) -> IntArray:
-        """[E, most] the servers that hold each expert, ascending, padded with NOBODY.
+        """[E, most] the servers that hold each expert, ascending, padded with NO_SERVER.
 
         Read-only; most >= 1.
         """

@@ -116,7 +116,7 @@ def break_even(price: float, num_draft_tokens: int) -> float | None:
     """The acceptance from which steps pay that check so many drafted tokens of each request. None: never.
 
     acceptance: the probability a that a drafted token is right if those before it were. price: of such a
-    step over that of a step without drafts. Solves 1 + a + ... + a^drafted = price for a.
+    step over that of a step without drafts. Solves 1 + a + ... + a^num_draft_tokens = price for a.
 
     >>> round(break_even(1.75, 2), 2)
     0.5

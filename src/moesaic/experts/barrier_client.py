@@ -35,7 +35,7 @@ class BarrierClient:
 
     @property
     def is_waiting(self) -> bool:
-        """True from `enter` until `entered` has returned True."""
+        """True from `enter` until `poll` has returned True."""
         return self._work is not None or self._has_passed
 
     @property

@@ -30,7 +30,7 @@ class KeptExperts:
         """The membership of this process in a job of GPUs."""
         self._kept_backend: BackendAndStats | None = None
         self._settings: object = None
-        """The settings and files that `_loaded` depends on."""
+        """The settings and files that `_kept_backend` depends on."""
 
     @property
     def resident_experts(self) -> dict[int, list[int]]:

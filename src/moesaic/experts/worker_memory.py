@@ -11,7 +11,7 @@ from moesaic.transport.calls import Caller
 
 
 class WorkerMemory(Protocol):
-    """The memory of one worker. But for `connected`, the worker's thread uses it."""
+    """The memory of one worker. But for `wrap_caller`, the worker's thread uses it."""
 
     is_frozen: bool
     """Whether nothing is freed now."""

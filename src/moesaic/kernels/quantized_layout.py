@@ -42,7 +42,7 @@ def pack(
 ) -> Bytes:
     """The stored rows [rows, row_bytes], in `output` if that is given.
 
-    dtype: a key of QUANTIZED. codes [rows, columns], one a byte. scales and offsets [rows, groups].
+    dtype: a key of QUANTIZATIONS. codes [rows, columns], one a byte. scales and offsets [rows, groups].
     """
     kind = QUANTIZATIONS[dtype]
     rows, columns = codes.shape

@@ -64,7 +64,7 @@ class StateSizes:
 
     @property
     def channels(self) -> int:
-        """Numbers of a row that the convolution mixes: query, key and value of all heads, or `alone`."""
+        """Numbers of a row that the convolution mixes: query, key and value of all heads, or those given."""
         return (
             self.convolution_channels
             + 2 * self.key_heads * self.key_width

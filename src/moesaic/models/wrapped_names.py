@@ -39,7 +39,7 @@ def plain_names(names: Collection[str]) -> dict[str, str]:
 
 
 def file_prefix(prefix: str, plain_name: str, file_name: str) -> str:
-    """How files call `prefix`. plain, file_name: what moesaic and the files call a tensor near it.
+    """How files call `prefix`. plain_name, file_name: what moesaic and the files call a tensor near it.
 
     >>> file_prefix("model.layers.3.mlp", "model.layers.3.mlp.up", "language_model.model.layers.3.mlp.up")
     'language_model.model.layers.3.mlp'

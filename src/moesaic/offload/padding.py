@@ -7,7 +7,7 @@ Padding comes after a request's tokens, and no token attends to it. So each row 
    through all operations of every layer. Their keys and values are written to the cache, and they attend to
    the tokens before them (`Padding`).
  * Decode: a token is one row. Attention also runs over the blocks of padding after its request's tokens, in a
-   separate call whose result is dropped (`Padded`). These blocks are copied with the others.
+   separate call whose result is dropped (`PaddedAttention`). These blocks are copied with the others.
 
 Not padded: logits, sampling, and answers that end early. A sliding window limits tokens and padding
 separately.
@@ -128,7 +128,7 @@ class Padding:
         )
 
     def contexts(self, batch: TokenBatch) -> IntArray:
-        """Returns [s] tokens that attention reads, for a batch that `of` returned."""
+        """Returns [s] tokens that attention reads, for a batch that `add_padding` returned."""
         return batch.context_lens + count_padding_blocks(batch, self.block_size) * self.block_size
 
 

@@ -63,7 +63,7 @@ class Rows(Protocol):
         ...
 
     def contexts(self, batch: TokenBatch) -> IntArray:
-        """Returns [s] tokens that attention reads, for a batch that `of` returned."""
+        """Returns [s] tokens that attention reads, for a batch that `add_padding` returned."""
         ...
 
 

@@ -28,7 +28,7 @@ class KeptModel:
         """The membership of this process in a job of GPUs."""
         self._model: LoadedModel | None = None
         self._settings: object = None
-        """The settings and files that `_loaded` depends on."""
+        """The settings and files that `_model` depends on."""
 
     @property
     def has_model(self) -> bool:

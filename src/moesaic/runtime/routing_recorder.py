@@ -54,9 +54,9 @@ class RoutingRecorder:
         self._kept_rows: list[tuple[Ids, TokenBatch, Ids]] = []
         """Rows to be handed over, by step: expert ids [n, layers * k], the batch, and their indices in it."""
         self._owners: list[int] = []
-        """The request of each row in `_kept`."""
+        """The request of each row in `_kept_rows`."""
         self._key = b""
-        """Identifies the sequences of the last step, whose result of `_rows` is in `_found`."""
+        """Identifies the sequences of the last step, whose result of `_rows` is in `_last_rows`."""
         self._last_rows: tuple[Ids, list[int]] = np.zeros(0, dtype=np.int64), []
 
     def admit(self, action: Admit) -> None:

@@ -179,7 +179,7 @@ class StepPieces:
         self._plan, self._piece = plan, _Piece(plan, self._track.now(), name)
 
     def resume(self, plan: StepPlan) -> None:
-        """Rows of `plan` go on computing as soon as `answered` is called."""
+        """Rows of `plan` go on computing as soon as `on_answer` is called."""
         self._plan, self._piece = plan, None
 
     def on_answer(self, begin: float, end: float) -> None:

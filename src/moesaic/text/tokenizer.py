@@ -407,7 +407,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def join_named_templates(entries: Sequence[Any]) -> Any:
-    """The template that chooses among `listed`, which are {"name", "template"}. None if neither is there.
+    """The template that chooses among `entries`, which are {"name", "template"}. None if neither is there.
 
     Without `tool_use`, or without `default`, it is the other one. One that is no text is returned as it is.
     """

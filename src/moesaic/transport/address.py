@@ -71,7 +71,7 @@ def parse(text: str) -> Address:
 def bind(address: Address) -> tuple[socket.socket, Address]:
     """A listening socket and its actual address. Raises ConfigError if it cannot listen there.
 
-    A @name has no file permissions, so any process that knows it can connect. See `foreign`.
+    A @name has no file permissions, so any process that knows it can connect. See `is_foreign`.
     """
     if address.path == _NAME_PREFIX:
         address = Address(path=f"{_NAME_PREFIX}moesaic-{secrets.token_hex(8)}")

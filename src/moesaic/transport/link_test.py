@@ -55,7 +55,7 @@ class LinkTests:
 
 
 def measure(connection: Connection, clock: Callable[[], float] = time.monotonic) -> LinkModel | None:
-    """Measure for LIMIT seconds at most. None if nothing larger than an empty message came back in time.
+    """Measure for LIMIT_SECONDS at most. None if nothing larger than an empty message came back in time.
 
     Raises ConnectionLost if the peer is gone or sends anything else.
     """

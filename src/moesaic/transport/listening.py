@@ -87,10 +87,10 @@ def connect(
     """Connect to the Listener at `address`.
 
     kind: "shm" shares memory and needs a Unix address, "stream" copies through the socket. Over TCP that is
-    encrypted. "nixl" writes into the other's memory, which is not encrypted. Each other kind of `SHARED` is
-    as "shm", for a caller that wraps it. The Listener has to allow all but the first two.
-    heap_bytes: maximum bytes of all open calls of this connection.
-    timeout: seconds for connecting and the handshake together.
+    encrypted. "nixl" writes into the other's memory, which is not encrypted. Each other kind of
+    `SHARED_MEMORY_KINDS` is as "shm", for a caller that wraps it. The Listener has to allow all but the first
+    two. heap_bytes: maximum bytes of all open calls of this connection. timeout: seconds for connecting and
+    the handshake together.
 
     Raises ConfigError for settings that cannot work. Raises ConnectionLost if the server is not there, is too
     slow, or refuses.
@@ -221,7 +221,7 @@ NIXL_KIND: Mapping[str, Accept] = {"nixl": _answer_one_sided}
 
 
 class Listener:
-    """Accepts and authenticates connections in the background. `accepted` returns those that passed.
+    """Accepts and authenticates connections in the background. `take_connections` returns those that passed.
 
     A peer that stalls, sends invalid data or does not know the secret is dropped with one line in the log. It
     delays no other peer. remote: a further address, tcp:HOST:PORT, for processes of other hosts.
@@ -264,7 +264,7 @@ class Listener:
         ]
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `accepted` has connections."""
+        """A descriptor that is readable while `take_connections` has connections."""
         return self._wakeup
 
     def take_connections(self) -> list[Answerer]:
@@ -279,7 +279,7 @@ class Listener:
     def close(self) -> None:
         """Stop listening and drop the handshakes.
 
-        Connections that `accepted` returned stay open. A repeated call does nothing.
+        Connections that `take_connections` returned stay open. A repeated call does nothing.
         """
         if self._acceptors[0].is_closed:
             return

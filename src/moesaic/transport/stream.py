@@ -72,7 +72,7 @@ class StreamConnection:
         self._loss: ConnectionLost | None = None
         """Why nothing more can be received, once `receive` has raised it."""
         self._sending = threading.Lock()
-        """Protects `_outbox`, `_unsent` and `_send_failed`."""
+        """Protects `_outbox`, `_unsent_bytes` and `_send_failed`."""
         self._outbox: deque[memoryview] = deque()
         self._unsent_bytes = 0
         """Bytes in the outbox."""

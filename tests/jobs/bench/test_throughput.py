@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from moesaic.commands import bench_throughput
+from moesaic.commands.bench import measure_engine
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import RequestOutput
@@ -70,7 +70,7 @@ def test_the_demo_model(tmp_path, capsys):
     options = ThroughputBench(num_prompts=4, input_len=16, output_len=8)
     file = tmp_path / "t.json"
     worker = WorkerConfig(ModelConfig("demo"), trace=str(file))
-    assert bench_throughput.run(options, worker, as_json=True) == 0
+    assert measure_engine(options, worker, as_json=True) == 0
     said = capsys.readouterr()
     report = json.loads(said.out)
     assert (report["prompt_tokens"], report["output_tokens"]) == (64, 32)

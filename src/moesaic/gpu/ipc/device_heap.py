@@ -65,7 +65,7 @@ class DeviceHeap:
     """Memory that grows when there is no room. Used by one thread.
 
     What is given back may still be read by work that the own GPU has not done yet. Nothing else orders that
-    work and a later write of another GPU. So a place is used again only after `waited`.
+    work and a later write of another GPU. So a place is used again only after `reclaim_places`.
     """
 
     def __init__(self, export: Callable[[int], SharedMemory]) -> None:

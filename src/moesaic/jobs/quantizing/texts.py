@@ -37,8 +37,8 @@ class Reader:
     ) -> Texts:
         """Read the prompts of --calibrate and --evaluate.
 
-        Without --evaluate, one of HELD_OUT prompts of --calibrate is held out, or else the texts of this
-        package are used. most, max_measured_tokens: maximum tokens of all prompts together.
+        Without --evaluate, one of HELD_OUT_EVERY prompts of --calibrate is held out, or else the texts of
+        this package are used. max_tokens, max_measured_tokens: maximum tokens of all prompts together.
 
         Raises ConfigError, with file and line, for what is not a prompt, and for files with too few.
         """

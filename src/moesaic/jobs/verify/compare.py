@@ -163,7 +163,7 @@ def _error(
 def _find_argmax_differences(
     actual: torch.Tensor, reference: torch.Tensor, tolerance: float
 ) -> tuple[int, ...]:
-    """mine, reference: logits [n, V]."""
+    """actual, reference: logits [n, V]."""
     actual_choice, best = actual.argmax(dim=-1, keepdim=True), reference.amax(dim=-1, keepdim=True)
     margin = tolerance * reference.abs().amax(dim=-1, keepdim=True)
     differs = ~(best - reference.gather(-1, actual_choice) <= margin)

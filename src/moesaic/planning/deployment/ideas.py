@@ -84,7 +84,7 @@ class _Measuring:
 def compare_trials(
     idea: str, with_idea: Trial, without_idea: Trial, reason_for: str, reason_against: str
 ) -> Verdict:
-    """The verdict by two trials. why, reason_against: a reason for each outcome."""
+    """The verdict by two trials. reason_for, reason_against: a reason for each outcome."""
     ratio = (
         with_idea.good_tokens / without_idea.good_tokens
         if without_idea.good_tokens

@@ -57,7 +57,7 @@ class Sizes:
     """Number of experts of a row. Their answers are stored separately. With many rows these exceed the
     caches."""
     packed_type: str | None = None
-    """A type of core.weight_types.PACKED that is measured, if the kernels compute from it: compressed
+    """A type of core.weight_types.PACKED_DTYPES that is measured, if the kernels compute from it: compressed
     experts in place of those in bf16, quantised ones beside the others."""
 
     def with_experts(self, hidden: int, width: int, top_k: int, packed_type: str | None = None) -> Sizes:

@@ -22,7 +22,7 @@ class Sleep(NamedTuple):
 
 
 Waits = Generator[float | Sleep, None, None]
-"""The code of a process. It yields the seconds for which it computes, or `Until`."""
+"""The code of a process. It yields the seconds for which it computes, or `Sleep`."""
 
 
 class Timeline:

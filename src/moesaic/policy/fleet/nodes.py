@@ -18,15 +18,14 @@ def choose_nodes(
     """The nodes on which a process should start, if they have room.
 
     nodes: those that exist. similar_nodes: the node of each process that may hold the same experts, or
-    serves the
-    same requests: a node that ends should end few of them. partner_node: the node of the process that
-    should share memory with this one. lost_nodes: nodes that seem to have ended.
+    serves the same requests: a node that ends should end few of them. partner_node: the node of the process
+    that should share memory with this one. lost_nodes: nodes that seem to have ended.
 
-    >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b"]))
+    >>> sorted(choose_nodes(["a", "b", "c"], similar_nodes=["a", "a", "b"]))
     ['c']
-    >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b", "c"]))
+    >>> sorted(choose_nodes(["a", "b", "c"], similar_nodes=["a", "a", "b", "c"]))
     ['b', 'c']
-    >>> sorted(preferred(["a", "b", "c"], alike=["a", "a", "b"], beside="a"))
+    >>> sorted(choose_nodes(["a", "b", "c"], similar_nodes=["a", "a", "b"], partner_node="a"))
     ['a']
     """
     live_nodes = [node for node in nodes if node not in lost_nodes]

@@ -89,8 +89,9 @@ class _Server:
 class Replicas:
     """A client's table of servers. It does no I/O: its owner makes and closes the connections.
 
-    The owner calls `lost` whenever a connection closes, `mask` before it closes one because of a timeout, and
-    `replaced` before it closes one because another process has the server's id. See RemoteExperts.
+    The owner calls `remove_server` whenever a connection closes, `mask` before it closes one because of a
+    timeout, and `record_replacement` before it closes one because another process has the server's id. See
+    RemoteExperts.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class Replicas:
     def shares(
         self, layer: int, experts: npt.NDArray[np.integer]
     ) -> list[tuple[int, npt.NDArray[np.bool_] | None]]:
-        """The result of `route`, grouped: [(server, mask), ...], with NOBODY among the servers.
+        """The result of `route`, grouped: [(server, mask), ...], with NO_SERVER among the servers.
 
         mask: [p] which pairs go to the server, or None for all of them. The list is empty when there are no
         pairs.
@@ -222,8 +223,7 @@ class Replicas:
         return [(server, servers == server) for server in asked_servers.tolist()]
 
     def route(self, layer: int, experts: npt.NDArray[np.integer]) -> IntArray:
-        """[p] the server for each pair of `experts` [p] of a layer, or NOBODY when no server that holds it is
-        connected.
+        """[p] the server for each pair of `experts` [p] of a layer. NO_SERVER: none that has it is connected.
 
         All pairs of an expert go to one server, so that its weights are read once. Example: servers 0 and 1
         hold expert 3, and server 0 has more pairs outstanding. Then every pair of expert 3 goes to server 1.
@@ -258,14 +258,14 @@ class Replicas:
         return server != self.own_server, True, seconds, server
 
     def _find_single_holder(self, layer: int) -> int:
-        """The server that holds all experts of the layer if it is connected, otherwise NOBODY."""
+        """The server that holds all experts of the layer if it is connected, otherwise NO_SERVER."""
         server = self._single_holder.get(layer, NO_SERVER)
         return server if server in self._servers else NO_SERVER
 
     def _only_holder(self, servers: IntArray) -> IntArray:
         """Route without replicas: each expert has one server.
 
-        Servers that are not connected become NOBODY.
+        Servers that are not connected become NO_SERVER.
         """
         absent = [server for server in set(servers.tolist()) if server not in self._servers]
         return np.where(np.isin(servers, absent), NO_SERVER, servers) if absent else servers
@@ -296,7 +296,7 @@ class Replicas:
     def record_taken_back(self, server: int, pairs: int) -> None:
         """Record that `server` need not answer these pairs any more. The clock of its others goes on.
 
-        If they are sent to it again, call `sent` before: then its clock goes on for them, too.
+        If they are sent to it again, call `record_sent` before: then its clock goes on for them, too.
         """
         if server in self._servers:
             self._servers[server].outstanding -= pairs
@@ -388,7 +388,7 @@ class Replicas:
 
 
 def _pad_rows(rows: list[list[int]]) -> IntArray:
-    """[E, most] the servers that hold each expert, padded with NOBODY."""
+    """[E, most] the servers that hold each expert, padded with NO_SERVER."""
     table = np.full((len(rows), max(1, max(map(len, rows)))), NO_SERVER, dtype=np.int64)
     for row, servers in zip(table, rows, strict=True):
         row[: len(servers)] = servers

@@ -34,16 +34,16 @@ class SilenceRule:
     suspect_seconds: float = 1.0
     dead_seconds: float = 2.0
     gone_while_starting: float = 30.0
-    """The seconds of `gone` for a process that does not serve yet."""
+    """The seconds of `dead_seconds` for a process that does not serve yet."""
     lost_supervisor: float = 3.0
-    """Seconds after which a process gives up its supervisor and joins again. It is longer than `gone`, since
-    a busy supervisor would otherwise lose all hosts at once."""
+    """Seconds after which a process gives up its supervisor and joins again. It is longer than
+    `dead_seconds`, since a busy supervisor would otherwise lose all hosts at once."""
 
     def judge(self, silence: float, in_service: bool) -> Verdict:
         """What a silence of so many seconds means.
 
         >>> SilenceRule().judge(1.4, in_service=True)
-        <Verdict.SUSPECTED: 'suspected'>
+        <Verdict.SUSPECT: 'suspected'>
         """
         if silence >= (self.dead_seconds if in_service else self.gone_while_starting):
             return Verdict.DEAD

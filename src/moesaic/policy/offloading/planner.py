@@ -171,7 +171,7 @@ def _stores(pricing: Pricing) -> bool:
 
 
 def _list_allowed_policies(pricing: Pricing, policy: Policy) -> Iterator[Policy]:
-    """The policies of `filled` that put nothing on a level that cannot hold it."""
+    """The policies of `fill_fast_level` that put nothing on a level that cannot hold it."""
     for one in fill_fast_level(pricing, policy):
         if one.slow_cache == 0 or _stores(pricing):
             yield one

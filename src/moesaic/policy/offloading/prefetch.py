@@ -23,7 +23,7 @@ class ExpertPrefetch:
 
     >>> prefetch = ExpertPrefetch(4)
     >>> prefetch.learn(0, np.array([1, 3, 3]))
-    >>> prefetch.experts(0, 2, without={1}), prefetch.experts(1, 2, without=())
+    >>> prefetch.experts(0, 2, excluded_experts={1}), prefetch.experts(1, 2, excluded_experts=())
     ([3], [])
     """
 

@@ -25,11 +25,12 @@ Key = tuple[int, int]
 class HotExperts:
     """Counts choices, and says whose place an expert takes.
 
+    >>> import numpy as np
     >>> hot = HotExperts(4)
     >>> hot.learn(0, np.array([1, 3, 3]))
-    >>> hot.exchanges(0, stays={0, 1}, coming=[3], chosen={1, 3})
+    >>> hot.exchanges(0, stays={0, 1}, coming=[3], chosen_experts={1, 3})
     [(0, 3)]
-    >>> hot.coldest([(0, 1), (0, 2), (0, 3)], needed={(0, 2)}, count=1)
+    >>> hot.coldest([(0, 1), (0, 2), (0, 3)], needed_experts={(0, 2)}, count=1)
     [(0, 1)]
     """
 

@@ -27,7 +27,7 @@ class Revising:
     >>> few = Choice("on-demand", 1, 0, (1.0, 40.0))
     >>> many = Choice("cgopipe", 16, 0, (9.0, 10.0))
     >>> revising = Revising(loads, (few, many))
-    >>> [revising.at(count, 500.0).schedule for count in (1, 64, 1, 64, 64, 64, 64)]
+    >>> [revising.choose(count, 500.0).schedule for count in (1, 64, 1, 64, 64, 64, 64)]
     ['on-demand', 'on-demand', 'on-demand', 'on-demand', 'on-demand', 'on-demand', 'cgopipe']
     >>> revising.revisions
     1

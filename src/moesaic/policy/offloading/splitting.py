@@ -20,8 +20,9 @@ def experts_to_load(
     missing: rows of each chosen expert that is not on the fast level. resident_rows: rows of those that
     are. heat: how often each expert was chosen lately, which decides among those with equally many rows.
 
+    >>> from moesaic.core.curves import Curve
     >>> prices = SplitPrices(3.0, Curve(((1, 1.0),)), Curve(((1, 2.0), (9, 10.0))))
-    >>> experts_to_load(prices, {4: 1, 5: 9, 6: 1}, held=[2])
+    >>> experts_to_load(prices, {4: 1, 5: 9, 6: 1}, resident_rows=[2])
     [5]
     """
     by_rows = sorted(missing, key=lambda one: (-missing[one], -heat[one] if heat else 0.0, one))

@@ -55,8 +55,8 @@ def add_servers(
 ) -> Placement:
     """`placement` as if these servers had a place in it with the experts that they have in memory.
 
-    It is a placement to stay close to, not one to serve by. Its version is one higher. kept, servers: as of
-    `place`.
+    It is a placement to stay close to, not one to serve by. Its version is one higher. resident_experts,
+    servers: as of `place`.
     """
     experts_by_layer = {layer: dict(by_server) for layer, by_server in placement.experts_by_layer.items()}
     for server, experts in resident_experts.items():

@@ -74,7 +74,7 @@ class LayerPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The quality of all predictions, learned from some requests and tested on others (`asked`)."""
+    """The quality of all predictions, learned from some requests and tested on others."""
 
     learned_requests: int
     asked_requests: int
@@ -146,7 +146,7 @@ def look_back(
 ) -> tuple[float, ...]:
     """Accuracies of predictions from 0, 1, 2, ... earlier layers, for layer `layer`, counted from 0.
 
-    learned, test_experts: [t, layers, k] experts of two sets of tokens. A past that was never seen is
+    train_experts, test_experts: [t, layers, k] experts of two sets of tokens. A past that was never seen is
     shortened by its earliest layer until it was seen.
     """
     k = train_experts.shape[2]

@@ -80,8 +80,8 @@ class Shuffle:
 def plan(predicted_ranks: IntArray, confidence: npt.NDArray[Any], ranks: int, align: Align) -> Shuffle:
     """Plan the permutation and the sizes of the shards. Rows of one rank keep the batch's order.
 
-    predicted, confidence: [n] from `predict.predict`. Between equally certain rows, the later one moves.
-    Rows that move are handled in the batch's order. Each goes to the rank with the fewest rows at that
+    predicted_ranks, confidence: [n] from `predict.predict`. Between equally certain rows, the later one
+    moves. Rows that move are handled in the batch's order. Each goes to the rank with the fewest rows at that
     moment; ties go to the lower rank.
 
     Example: predicted [1, 1, 0, 1, 1], confidence [.9, .2, .5, .8, .7], 2 ranks. Rank 1 may have 3 rows,

@@ -10,14 +10,17 @@ Let c(n) be the seconds of a run of n rows, and c(0) = 0. A part of n rows then 
 
 more than one run of all. Here is when it runs alone:
 
-    a worker with its own device    extra + f * b * idle <= SPARED * (1 - b) * idle. idle is its mean idle
-                                    seconds before a run, b the share of the time that servers compute, and
-                                    f the share by which their work grows. See `idle_needed`
-    a worker that shares its cores  extra <= LOST * c(n) * part / n, since others use the cores meanwhile
-    a call at an expert server      extra(part, 2 * part) <= BEHIND * c(part): another such call will come.
-                                    A server with its own device begins at once. Others come meanwhile
-    an expert's queue               extra of one run for each expert <= LOST * c(all queues), where the server
-                                    is not busy and half of the rows would not need much more reading
+    a worker with its own device    extra + f * b * idle <= MAX_IDLE_SHARE * (1 - b) * idle. idle is its mean
+                                    idle seconds before a run, b the share of the time that servers compute,
+                                    and f the share by which their work grows. See `idle_needed`
+    a worker that shares its cores  extra <= MAX_EXTRA_SHARE * c(n) * part / n, since others use the cores
+                                    meanwhile
+    a call at an expert server      extra(part, 2 * part) <= CALL_DELAY_RUNS * c(part): another such call
+                                    will come. A server with its own device begins at once. Others come
+                                    meanwhile
+    an expert's queue               extra of one run for each expert <= MAX_EXTRA_SHARE * c(all queues), where
+                                    the server is not busy and half of the rows would not need much more
+                                    reading
 
 Example: the papers' curve has 0.8 up to 128 rows, then it grows in proportion. Half of 256 rows costs nothing
 more. Half of 128 rows costs 0.8 more. So it runs alone where the device is idle for 3.2 before each run, if
@@ -133,7 +136,7 @@ class Decisions:
     """What `worker_seconds` has found."""
 
     _server_seconds: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
-    """What `served_seconds` has found."""
+    """What `server_seconds` has found."""
     _cheapest: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
     """Idle seconds from which some part of so many rows runs alone."""
 
@@ -170,7 +173,7 @@ class Decisions:
         The rows of a worker are cut into parts again and again. So a small part stands for many of them.
 
         >>> flat = Curve(((128, 0.8), (256, 1.6)))
-        >>> Decisions(DeviceCurves("x", flat, flat), 8, 2).more_served(32, 64)
+        >>> Decisions(DeviceCurves("x", flat, flat), 8, 2).server_growth(32, 64)
         1.0
         """
         s, whole_seconds = self.server_seconds, self.server_seconds(rows)
@@ -191,7 +194,7 @@ class Decisions:
         """Mean idle seconds of a worker from which a part of its rows runs alone.
 
         Where cores are shared it is 0 or infinite. Otherwise b = workers * s / (idle + c(rows)), where s is
-        `served_seconds`. So the rule in the text above is a quadratic inequality. It holds from the larger
+        `server_seconds`. So the rule in the text above is a quadratic inequality. It holds from the larger
         root on.
         """
         c = self.worker_seconds
@@ -244,7 +247,7 @@ class Decisions:
 
     @property
     def separate_rows(self) -> int:
-        """Rows of which a half runs alone, halved: a summary of `alone` for people.
+        """Rows of which a half runs alone, halved: a summary of `runs_alone` for people.
 
         Where workers have devices of their own, these are never idle.
         """

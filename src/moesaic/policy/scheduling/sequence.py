@@ -177,7 +177,7 @@ class Sequence:
         """Add a sampled token. Returns the reason when the request ends with it, otherwise None.
 
         A stop token ends the request only from the `min_tokens`-th token on, as long as the sampler masks it.
-        NO_TOKEN and NOT_ALLOWED end it without a token.
+        NO_TOKEN and NO_ALLOWED_TOKEN end it without a token.
         """
         # These two are no token ids. The request ends, and nothing is added to its tokens.
         if token == NO_TOKEN:

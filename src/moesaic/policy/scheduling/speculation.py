@@ -85,7 +85,7 @@ class Speculation:
             self._prices.record_duration(rows, seconds)
 
     def draft(self, sequences: Ordered[Sequence], room: int, blocks: KVBlocks, spare: int) -> None:
-        """Draft tokens for sequences that lack one row. Each sequence keeps its draft until `checked`.
+        """Draft tokens for sequences that lack one row. Each sequence keeps its draft until `record_check`.
 
         room: maximum number of drafted tokens. spare: KV blocks that must stay available.
         """

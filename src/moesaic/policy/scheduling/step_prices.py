@@ -30,9 +30,9 @@ def work_by_rows(
 ) -> Callable[[int], float]:
     """A prior for the steps of a model: bytes that are read, and what is computed as so many bytes.
 
-    others, expert_bytes: bytes of all other weights and of all routed experts. Every row passes the former,
-    and top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS rows
-    takes as long as reading their weights.
+    dense_bytes, expert_bytes: bytes of all other weights and of all routed experts. Every row passes the
+    former, and top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS
+    rows takes as long as reading their weights.
 
     >>> work = work_by_rows(100, 800, 8, 2)
     >>> round(work(2) / work(1), 2)

@@ -194,7 +194,7 @@ class TokenPool:
         return record.units if len(ready) == len(record.units) else record.units.take(ready)
 
     def receive(self, call: int, pairs: IntArray) -> IntArray:
-        """Like `arrived`, but returns the [r] indices of the units that the parts complete, ascending."""
+        """Like `receive_units`, but returns the [r] indices of the completed units, ascending."""
         record = self._find(call)
         if record is None or not len(pairs):
             return NO_UNITS

@@ -1,8 +1,8 @@
 """The exchanges of a step: what its stages need of the other ranks, or of the host in between.
 
 The stages of a rank are a generator. It yields each exchange, is sent the result, and returns hidden
-states. So the same stages run operation by operation (`at_once`), inside one CUDA graph, or as several graphs
-that end where the host has to take part (`between_graphs`).
+states. So the same stages run operation by operation (`run_at_once`), inside one CUDA graph, or as several
+graphs that end where the host has to take part (`between_graphs`).
 """
 
 from __future__ import annotations

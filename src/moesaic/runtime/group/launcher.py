@@ -105,7 +105,7 @@ class RankLauncher:
     def starting(self) -> Generator[None]:
         """A context until the group is ready. An error ends the processes.
 
-        Where a rank is gone, the error is replaced by the one of `why`.
+        Where a rank is gone, the error is replaced by the one of `explain_loss`.
         """
         try:
             yield

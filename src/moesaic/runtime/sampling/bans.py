@@ -17,9 +17,9 @@ from moesaic.kernels.moving import move_array
 class WordBans:
     """The tokens that would complete a forbidden sequence, after what was generated so far.
 
-    >>> bans = WordBans([[7], [1, 2, 3], [2, 4]], generated=[1, 2])
-    >>> bans.next().tolist()
-    [7, 3, 4]
+    >>> bans = WordBans([[7], [1, 2, 3], [2, 4]], generated_tokens=[1, 2])
+    >>> bans.next()
+    [7, 4, 3]
     """
 
     def __init__(self, sequences: Iterable[Sequence[int]], generated_tokens: Sequence[int]) -> None:

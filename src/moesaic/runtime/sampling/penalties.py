@@ -25,9 +25,9 @@ Pairs = tuple[torch.Tensor, torch.Tensor]
 class TokenCounts:
     """The distinct tokens that a request has seen, and how often it generated each.
 
-    >>> counts = TokenCounts(seen=[7, 8], generated=[8, 9])
+    >>> counts = TokenCounts(seen_tokens=[7, 8], generated_tokens=[8, 9])
     >>> counts.append(9)
-    >>> counts.tokens.tolist(), counts.often.tolist()
+    >>> counts.tokens.tolist(), counts.frequencies.tolist()
     ([7, 8, 9], [0, 1, 2])
     """
 

@@ -95,7 +95,7 @@ class Sampler:
     ) -> tuple[IntArray, list[TokenLogprob | None]]:
         """Sample tokens at `offsets` positions behind the next one of each request, which `advance` counts.
 
-        Raises ValueError if one of them is `in_order`.
+        Raises ValueError if `needs_order` is true of one of them.
         """
         if any(map(self.needs_order, request_ids)):
             raise ValueError(f"requests {list(request_ids)}: one needs its tokens in order")
@@ -125,7 +125,7 @@ class Sampler:
 
         The second list is empty if no request wants log-probabilities. logits: [p, vocab] float32, row i for
         request_ids[i]. They may be changed in place. A row that is not finite gets NO_TOKEN and no
-        log-probabilities. A row for which no token is allowed gets NOT_ALLOWED.
+        log-probabilities. A row for which no token is allowed gets NO_ALLOWED_TOKEN.
         """
         rows = [self._rows[int(request_id)] for request_id in request_ids]
         finite = _finite(logits)

@@ -39,7 +39,7 @@ class LayerwiseRunner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `arrived` will return something although no further run begins."""
+        """Whether `poll_arrivals` will return something although no further run begins."""
         return self._experts.is_busy
 
     def run(self, action: RunSegment) -> StepResult | None:

@@ -120,7 +120,7 @@ class StepPlan:
 
     @property
     def sample_rows(self) -> IntArray:
-        """[p + drafted] the rows from which tokens may be sampled, entry after entry: see `drafted`."""
+        """[p + drafts] the rows from which tokens may be sampled, entry after entry."""
         return sample_rows(self.batch.query_starts, self.sampled_sequences, self.num_draft_tokens)
 
 

@@ -127,8 +127,8 @@ class RunThreshold:
     def runs_alone(self, part: int, load: Load) -> bool:
         """Whether `part` rows run before all rows are there. Decodes do not wait for the chunk of a prompt.
 
-        >>> RunThreshold(8).alone(8, Load(20, 20)), RunThreshold(8).alone(5, Load(20, 20))
-        (True, False)
+        >>> [RunThreshold(8).runs_alone(part, Load(20, 20)) for part in (8, 5)]
+        [True, False]
         """
         return part >= min(self.rows, load.decodes)
 
