@@ -92,7 +92,9 @@ def _moesaic(arguments: argparse.Namespace, model: str) -> list[Engine]:
     if arguments.speculate:
         drafts = {"method": "ngram", "num_speculative_tokens": arguments.speculate}
         told = json.dumps(settings | {"speculative_config": drafts})
-        engines.append(Engine("moesaic, drafts", start_child(sys.executable, "moesaic", model, threads, told)))
+        engines.append(
+            Engine("moesaic, drafts", start_child(sys.executable, "moesaic", model, threads, told))
+        )
     return engines
 
 

@@ -3,10 +3,11 @@
     benchmarks/setup_peer.sh llama /tmp/llama
     python benchmarks/gguf_file.py FILE.gguf --llama /tmp/llama --kernels auto avx512_int8
 
-Each engine has a process of its own, and the engines take turns. Shown are medians over the rounds, as in peers.py.
-`ready` is the time from the start of the process to the first token of one short request. `of memory` is the weights
-that moesaic's decode step reads, by their bytes in the file, over the time of a step and what a plain read of memory
-reached in the same turns. llama.cpp computes with rows that are rounded to int8, as `*_int8` does.
+Each engine has a process of its own, and the engines take turns. Shown are medians over the rounds, as in
+peers.py. `ready` is the time from the start of the process to the first token of one short request. `of
+memory` is the weights that moesaic's decode step reads, by their bytes in the file, over the time of a step
+and what a plain read of memory reached in the same turns. llama.cpp computes with rows that are rounded to
+int8, as `*_int8` does.
 """
 
 from __future__ import annotations
