@@ -434,3 +434,27 @@ def test_a_config_alone_tells_how_experts_are_quantised(
     machine = a_machine(tmp_path / "large.toml", memory=400)
     found = examined(capsys, file, "--hardware", machine)
     assert found["supported"] and found["stored"]["type"] == quantizers.STORED[form]
+
+
+def test_a_key_can_be_left_out_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, drop = tmp_path / "config.json", '{"attention_sinks": null}'
+    config.write_text(json.dumps(MIXTRAL_8X7B | {"attention_sinks": 4}))
+    asked = ["doctor", str(config), "--hardware", "none", "--json"]
+    assert cli.main(asked) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert f"--hf-overrides '{drop}'" in problem
+    assert cli.main([*asked, "--hf-overrides", drop]) in (0, 1)  # by the memory that is free here
+    report = json.loads(capsys.readouterr().out)
+    assert report["supported"]
+    assert report["command"] is None or f"--hf-overrides '{drop}'" in report["command"]
+
+
+def test_messages_name_a_changed_model_as_its_user_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in files.resolve("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    layers = json.dumps({"num_hidden_layers": 99})
+    assert cli.main(["doctor", str(tmp_path), "--hardware", "none", "--json", "--hf-overrides", layers]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith(f"{tmp_path}: tensor model.layers.")

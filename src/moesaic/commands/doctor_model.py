@@ -80,15 +80,19 @@ def run(options: Doctor, as_json: bool) -> int:
 def examine_model(options: Doctor, folder: Path) -> ModelReport:
     """The report on a model. folder: for what is downloaded of a hub id."""
     assert options.model is not None
-    source = files.find(options.model, folder, options.revision)
+    source = files.find(options.model, folder, options.revision, options.hf_overrides)
     name = source.name or options.model
+    links = None if options.hf_overrides is None else source.directory
+
+    def restore_names(message: str) -> str:
+        message = message if links is None else message.replace(str(links), name)
+        return _restore_hub_names(message, folder, name)
+
     try:
         report = _report(replace(options, model=name), name, source)
     except ConfigError as error:
-        raise type(error)(_restore_hub_names(str(error), folder, name)) from error
-    return replace(
-        report, problems=[_restore_hub_names(problem, folder, name) for problem in report.problems]
-    )
+        raise ConfigError(restore_names(str(error))) from error
+    return replace(report, problems=[restore_names(problem) for problem in report.problems])
 
 
 def _restore_hub_names(message: str, folder: Path, name: str) -> str:
@@ -241,13 +245,18 @@ class _Command:
         revision = self.options.revision
         return "" if revision is None else f" --revision {shlex.quote(revision)}"
 
+    @property
+    def _changes(self) -> str:
+        changes = self.options.hf_overrides
+        return "" if changes is None else f" --hf-overrides {shlex.quote(changes)}"
+
     def serve(self, shorter: int | None = None) -> str:
         """The command that serves the model. shorter: maximum tokens of a request. None: the model's own."""
         length = "" if shorter is None else f" --max-model-len {shorter}"
-        return f"{program()} serve {self._model}{self._revision}{length}"
+        return f"{program()} serve {self._model}{self._revision}{self._changes}{length}"
 
     def stream(self, plan: StreamedJob) -> str:
-        model = f"--model {self._model}{self._revision}"
+        model = f"--model {self._model}{self._revision}{self._changes}"
         return f"{program()} run-batch -i in.jsonl -o out.jsonl {model} --fast-memory {plan.fast_memory}"
 
 

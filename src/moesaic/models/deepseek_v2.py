@@ -38,8 +38,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("model_type", "deepseek_v2")
     fields.require_value("scoring_func", "softmax")
     fields.require_value("mlp_bias", False)
-    # Losses and parallelism of training; widths that follow from other keys.
-    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     step = fields.integer("moe_layer_freq", 1)
     sparse = tuple(layer for layer in layers_after_dense(fields) if layer % step == 0)

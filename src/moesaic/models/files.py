@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moesaic.config.environment import cache_folder
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import read_text_config
-from moesaic.models import hub
+from moesaic.models import hub, overrides
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
 from moesaic.models.gguf.hub import HubFile, parse_hub_file
@@ -33,8 +34,21 @@ _POINTER_BYTES = 1024
 """Git LFS keeps its pointers smaller than this."""
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None, hf_overrides: str | None = None) -> Path:
     """Returns the directory of a model, given as a path, the word "demo", or a hub id such as "org/name".
+
+    hf_overrides: changes of its config.json, see overrides.py. The directory is then one of links, in the
+    user's cache folder.
+    """
+    path = _resolve(model, revision)
+    if hf_overrides is None:
+        return path
+    patch = overrides.parse(hf_overrides)
+    return overrides.overlay(path, patch, read_config(path), cache_folder() / "overrides")
+
+
+def _resolve(model: str, revision: str | None) -> Path:
+    """Finds or downloads a model.
 
     A model in a GGUF file is that file, or the first of several. It can also be given as its directory, or as
     one in a hub's repository ("org/name:Q4_K_M").
@@ -152,13 +166,31 @@ class FoundModel:
         return file if self.files is not None and file.is_file() else None
 
 
-def find(model: str, folder: Path, revision: str | None = None) -> FoundModel:
+def find(
+    model: str, folder: Path, revision: str | None = None, hf_overrides: str | None = None
+) -> FoundModel:
     """Finds a model as `resolve` does, but does not download its weights. A path of a config.json is found,
     too.
 
     folder: gets config.json and the index of tensors of a hub id that is not in the local cache, or the
-    headers of its GGUF files. Raises ConfigError in one line.
+    headers of its GGUF files, and what `hf_overrides` changes. Raises ConfigError in one line.
     """
+    source = _find(model, folder, revision)
+    return source if hf_overrides is None else _change(source, overrides.parse(hf_overrides), folder)
+
+
+def _change(source: FoundModel, patch: dict[str, Any], folder: Path) -> FoundModel:
+    """The model with changes of its config.json."""
+    if source.directory is not None:
+        directory = overrides.overlay(source.directory, patch, source.read(), folder)
+        return replace(source, config=directory / overrides.CONFIG, directory=directory)
+    config = folder / overrides.CONFIG
+    config.write_text(json.dumps(overrides.merge(source.read(), patch)), encoding="utf-8")
+    return replace(source, config=config)
+
+
+def _find(model: str, folder: Path, revision: str | None) -> FoundModel:
+    """Finds a model without changes."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
         if revision is not None:

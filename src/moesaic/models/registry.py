@@ -17,7 +17,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.text_config import TEXT, WRAPPERS, read_text_config
+from moesaic.core.text_config import TEXT, WRAPPERS, find_contradictions, read_text_config
 from moesaic.core.weight_types import COMPRESSED_DTYPE, QUANTIZATIONS, is_packed, split_dtype
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
@@ -25,11 +25,12 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
-from moesaic.models.config import shorten
+from moesaic.models.config import UnreadKeyError, leave_out, shorten
 from moesaic.models.conversion import CountingClaims
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
+from moesaic.models.known_keys import changes_nothing
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
 from moesaic.models.loader import Loader, quantised_experts
@@ -334,13 +335,33 @@ def _parse_config(raw_config: dict[str, Any], path: Path) -> tuple[ModelFile, An
     """The model file of a parsed config.json, and its config."""
     quantization.parse(raw_config)
     raw = read_text_config(raw_config)
+    _refuse_contradictions(raw_config)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
         key = f"{TEXT}.model_type" if str(raw_config.get("model_type")) in WRAPPERS else "model_type"
         allowed_types = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
         raise CheckpointError(f"{path}: {key}: got {shorten(repr(model_type))}; allowed: {allowed_types}")
     file = MODELS[model_type]
-    return file, file.parse(raw)
+    try:
+        return file, file.parse(raw)
+    except UnreadKeyError as error:
+        if str(raw_config.get("model_type")) in WRAPPERS and error.path[0] in raw_config[TEXT]:
+            raise UnreadKeyError.of_key((TEXT, *error.path), error.value) from None
+        raise
+
+
+def _refuse_contradictions(raw_config: dict[str, Any]) -> None:
+    """Raises CheckpointError for a key that a wrapper and its text_config have with different values.
+
+    Keys beside text_config may be neutral or at their generic defaults. Those of text_config count.
+    """
+    for name, inner in find_contradictions(raw_config).items():
+        if not changes_nothing(name, raw_config[name], str(raw_config.get("model_type"))):
+            got = shorten(repr(raw_config[name]))
+            raise CheckpointError(
+                f"config.json: {shorten(name)}: got {got}; allowed: {shorten(repr(inner))}, as in {TEXT}. "
+                f"If it changes nothing, leave it out: {leave_out([name])}"
+            )
 
 
 def _stamp(*files: Path) -> tuple[object, ...]:
