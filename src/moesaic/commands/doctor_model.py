@@ -9,7 +9,7 @@ import contextlib
 import json
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,8 @@ def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     storage = _describe_storage(source, raw, spec)
     sizes = _sizes(raw, name, storage)
     machine = examine()
-    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems)
+    warnings = registry.describe_unused(raw, _list_tensors(source))
+    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems, warnings=warnings)
     command = _Command(options, source)
     if isinstance(sizes, str):
         return report if problems else replace(report, command=command.serve(), sizes_error=sizes)
@@ -142,6 +143,16 @@ def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[Mo
         names = source.files
         try_step(lambda: check_files(model, names))
     return spec, problems
+
+
+def _list_tensors(source: FoundModel) -> Collection[str]:
+    """The names of the tensors of a checkpoint; empty if they are not known."""
+    with contextlib.suppress(MoesaicError):  # already a line of the report
+        if source.directory is not None:
+            return Claims(source.directory).names
+        if source.index is not None:
+            return IndexClaims(source.index.parent).names
+    return ()
 
 
 def _claims(source: FoundModel, raw: dict[str, Any]) -> Claims | None:

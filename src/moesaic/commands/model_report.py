@@ -71,6 +71,8 @@ class ModelReport:
     """Free bytes of the disk for downloads, if they are too few."""
     assumptions: Sequence[str] = ()
     """What predicted speeds assume, one sentence each."""
+    warnings: Sequence[str] = ()
+    """What a user of the model should know, one sentence each."""
     is_unplanned: bool = False
     """True: the model does not fit, and without figures of the machine --fast-memory was not planned."""
 
@@ -144,6 +146,7 @@ def list_notes(report: ModelReport) -> Iterator[str]:
         better = next((fit for fit in report.fits if fit.can_serve), None)
         if better is not None:
             yield f"with its experts in {better.format.name} it would fit"
+    yield from report.warnings
     if report.speeds or report.streamed_job is not None:
         yield from report.assumptions
 

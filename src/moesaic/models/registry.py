@@ -6,7 +6,8 @@ Question: How is a model loaded from a directory?
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -41,6 +42,7 @@ from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 from moesaic.models.wrapped_names import IMAGES
 
+_log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
@@ -118,6 +120,8 @@ def load(
         model = with_prediction(model, file, config, loader, with_experts)
     images = IMAGES if checkpoint.is_wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec), *images))
+    for sentence in describe_unused(read_config(path), checkpoint.names):
+        _log.warning("%s", sentence)
     return model
 
 
@@ -199,6 +203,14 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
         _claim(file, config, claims)
         claims.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec)))
     return spec
+
+
+def describe_unused(raw: dict[str, Any], names: Collection[str]) -> list[str]:
+    """Says which tensors of a checkpoint are understood and not used, one sentence each.
+
+    raw: its parsed config.json. names: those of its tensors; empty if they are not known.
+    """
+    return quantization.describe_unused(raw, names)
 
 
 def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:

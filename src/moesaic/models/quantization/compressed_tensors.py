@@ -132,11 +132,11 @@ def parse(fields: Fields) -> Scheme:
     matrix is quantised if the checkpoint has its quantised tensors.
     """
     fields.require_value("quantization_status", "compressed", "frozen", None)
-    fields.require_value("kv_cache_scheme", None)
     fields.require_value("sparsity_config", None, {})
     fields.require_value("moe_sparsity_config", None, {})
     fields.require_value("transform_config", None, {})
     fields.ignore("quant_method", "ignore", "version", "global_compression_ratio")
+    fields.ignore("kv_cache_scheme")  # the cache has a type of its own
     form = _form(fields.raw("format", None), "quantization_config.format")
     groups = fields.raw("config_groups", None)
     fields.refuse_unread()

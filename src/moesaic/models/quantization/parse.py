@@ -5,7 +5,8 @@ Question: How is a quantised matrix read, and how is a format added?
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,17 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "mxfp4": mxfp4.parse,
 }
 """quant_method -> what reads the rest of quantization_config."""
-STATIC_SCALES = (r".*\.input_(scale|zero_point)",)
-"""Names of static scales of activations. Activations are not quantised, so they are not read."""
+STATIC_SCALES = r".*\.input_(scale|zero_point)"
+"""Names of static scales of activations."""
+CACHE_SCALES = r".*\.(self_attn|attn|attention)\.(\w+\.)?((q|k|v|kv|prob)_(scale|zero_point)|output_scale)"
+"""Names of scales of an FP8 KV cache. Some programs name them after a projection."""
+CACHE_KEY = "kv_cache_scheme"
+UNUSED: Mapping[str, str] = {
+    STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
+    CACHE_SCALES: "the scales of an FP8 KV cache (k_scale, v_scale) are not used: --kv-cache-dtype says what "
+    "the cache stores",
+}
+"""Pattern of the names of tensors that are not read -> what the log says about them."""
 
 
 def parse(raw: Mapping[str, Any]) -> Scheme | None:
@@ -59,30 +69,47 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
 
 
 def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of tensors about activations, of a parsed config.json: static scales, which are not used."""
-    inner = raw.get(TEXT)
-    raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
-    quantization = raw.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return ()
+    """Patterns of tensors that are not used, of a parsed config.json: static scales of activations, and
+    scales of an FP8 KV cache."""
+    quantization = _find_quantization(raw)
+    method = quantization.get("quant_method")
     groups = quantization.get("config_groups")
     input_settings = (
-        [settings.get("input_activations") for settings in groups.values()]
+        [settings.get("input_activations") for settings in groups.values() if isinstance(settings, dict)]
         if isinstance(groups, dict)
         else []
     )
-    static = any(
+    is_static = any(
         isinstance(settings, dict) and settings.get("dynamic") is False for settings in input_settings
-    )
-    if static or (
-        quantization.get("quant_method") == "fp8" and quantization.get("activation_scheme") == "static"
-    ):
-        return STATIC_SCALES
-    return ()
+    ) or (method == "fp8" and quantization.get("activation_scheme") == "static")
+    has_cache_scales = method in ("fp8", "compressed-tensors")
+    return (*([STATIC_SCALES] if is_static else []), *([CACHE_SCALES] if has_cache_scales else []))
+
+
+def describe_unused(raw: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Says which tensors of a checkpoint are not used, one sentence each.
+
+    raw: its parsed config.json. names: those of its tensors; empty if they are not known.
+    """
+    is_cache_named = bool(_find_quantization(raw).get(CACHE_KEY))
+    return [
+        UNUSED[pattern]
+        for pattern in find_skipped_patterns(raw)
+        if any(re.fullmatch(pattern, name) for name in names)
+        or (not names and (pattern != CACHE_SCALES or is_cache_named))
+    ]
+
+
+def _find_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization_config, or that of the text model; empty if there is none."""
+    inner = raw.get(TEXT)
+    raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
+    quantization = raw.get("quantization_config")
+    return quantization if isinstance(quantization, dict) else {}
 
 
 def read_skipped_patterns(path: Path) -> tuple[str, ...]:
-    """Patterns of tensors about activations in the checkpoint at `path`, which are not read."""
+    """Patterns of the tensors in the checkpoint at `path` that are not used."""
     has_config = is_gguf(path) or (path / "config.json").is_file()
     return find_skipped_patterns(read_config(path)) if has_config else ()
 
