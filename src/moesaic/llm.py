@@ -105,7 +105,7 @@ class LLM:
             tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
-            eos_token_ids=self._defaults.eos_token_ids,
+            eos_token_ids=self._defaults.join_ends(tokenizer.end_token_ids),
         )
         self._engine.receive(Ready(self.info))
 

@@ -458,3 +458,19 @@ def test_messages_name_a_changed_model_as_its_user_does(
     assert cli.main(["doctor", str(tmp_path), "--hardware", "none", "--json", "--hf-overrides", layers]) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
     assert problem.startswith(f"{tmp_path}: tensor model.layers.")
+
+
+def test_a_model_whose_answers_never_end_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in files.resolve("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    asked = ["doctor", str(tmp_path), "--hardware", "none", "--json"]
+    cli.main(asked)
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+    (tmp_path / "generation_config.json").unlink()
+    tiny_models.edit(tmp_path, eos_token_id=None)
+    byte_tokenizer(tmp_path, ["<end>"])
+    cli.main(asked)
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("no token ends an answer")

@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for value in vars(published).values()
     if isinstance(value, dict) and "model_type" in value
 }
+GGUF = {"quantization_config": {"quant_method": "gguf"}}
 WRAPPED = {"model_type": "internvl", "text_config": published.QWEN3_30B_A3B, "tie_word_embeddings": False}
 GENERIC = sorted({(key, json.dumps(value)) for half in TABLE.values() for key, value in half.items()})
 
@@ -145,3 +146,13 @@ def test_the_table_has_the_defaults_of_the_installed_transformers() -> None:
 def test_examples() -> None:
     assert doctest.testmod(known_keys).failed == 0
     assert doctest.testmod(config).failed == 0
+
+
+def test_gguf_files_of_deepseek_v2_mean_what_llama_cpp_does() -> None:
+    raw = CONFIGS["deepseek_v2"] | {"norm_topk_prob": True}
+    with pytest.raises(CheckpointError, match="norm_topk_prob: got True.*transformers leaves it out"):
+        registry.understand(raw, HERE)
+    from_gguf = MODELS["deepseek_v2"].parse(
+        published.DEEPSEEK_V2_LITE | raw | {"routed_scaling_factor": 1.0} | GGUF
+    )
+    assert from_gguf.gating.normalise

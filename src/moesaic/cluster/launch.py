@@ -93,7 +93,7 @@ def launch(
             tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
-            eos_token_ids=defaults.eos_token_ids,
+            eos_token_ids=defaults.join_ends(tokenizer.end_token_ids),
             max_waiting=max_waiting,
             on_request_end=None if ends is None else ends.add,
         )

@@ -107,11 +107,12 @@ def _restore_hub_names(message: str, folder: Path, name: str) -> str:
 
 def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     raw = source.read()
-    spec, problems = _ask_loader(source, name, raw)
+    warnings: list[str] = []
+    spec, problems = _ask_loader(source, name, raw, warnings)
     storage = _describe_storage(source, raw, spec)
     sizes = _sizes(raw, name, storage)
     machine = examine()
-    warnings = registry.describe_unused(raw, _list_tensors(source))
+    warnings += registry.describe_unused(raw, _list_tensors(source))
     report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems, warnings=warnings)
     command = _Command(options, source)
     if isinstance(sizes, str):
@@ -122,8 +123,13 @@ def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     return _judge(report, target, context, command, machine.hub_cache_free)
 
 
-def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
-    """What the loader says about a model: its sizes, and the errors that it would raise."""
+def _ask_loader(
+    source: FoundModel, model: str, raw: dict[str, Any], warnings: list[str]
+) -> tuple[ModelSpec | None, list[str]]:
+    """What the loader says about a model: its sizes, and the errors that it would raise.
+
+    warnings: gets what a user should know of a model that it loads.
+    """
     problems: list[str] = []
 
     def try_step(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
@@ -138,11 +144,22 @@ def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[Mo
         try_step(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
     if source.directory is not None:
         directory = source.directory
-        try_step(lambda: Tokenizer(directory).close())
+        try_step(lambda: _read_ends(directory, warnings))
     elif source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
     return spec, problems
+
+
+def _read_ends(directory: Path, warnings: list[str]) -> None:
+    """Reads the tokenizer and the tokens that end an answer."""
+    tokenizer = Tokenizer(directory)
+    tokenizer.close()
+    if not files.generation_defaults(directory).join_ends(tokenizer.end_token_ids):
+        warnings.append(
+            "no token ends an answer, so each one goes on to its limit: name one as eos_token_id in "
+            "generation_config.json, or as eos_token in tokenizer_config.json"
+        )
 
 
 def _list_tensors(source: FoundModel) -> Collection[str]:

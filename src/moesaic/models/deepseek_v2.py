@@ -11,6 +11,7 @@ from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_groups
+from moesaic.models.gguf.model import METHOD
 from moesaic.models.latent import read_sizes
 from moesaic.models.shared_experts import (
     UNUSED_TENSORS,
@@ -42,10 +43,18 @@ def parse(raw: dict[str, Any]) -> Config:
     step = fields.integer("moe_layer_freq", 1)
     sparse = tuple(layer for layer in layers_after_dense(fields) if layer % step == 0)
     attention = read_sizes(fields, angles)
-    return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, Names(corrections=()))
+    return read(
+        fields, "deepseek_v2", attention, angles, _gating(fields, is_gguf(raw)), sparse, Names(corrections=())
+    )
 
 
-def _gating(fields: Fields) -> Gating:
+def is_gguf(raw: dict[str, Any]) -> bool:
+    """Whether a config is that of a GGUF file."""
+    quantization = raw.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+
+
+def _gating(fields: Fields, is_from_gguf: bool) -> Gating:
     experts = fields.integer("n_routed_experts")
     fields.require_value("topk_method", "greedy", "group_limited_greedy")
     if fields.raw("topk_method", "greedy") == "greedy":
@@ -55,10 +64,9 @@ def _gating(fields: Fields) -> Gating:
         groups, groups_kept = read_groups(fields, experts)
     top_k = fields.integer("num_experts_per_tok", maximum=experts * groups_kept // groups)
     scale = fields.number("routed_scaling_factor", 1.0)
-    if scale != 1.0 or top_k == 1:
-        reason = (
-            "implementations of deepseek_v2 disagree on it with one expert per token or routed_scaling_factor"
-        )
+    # In GGUF files the key means what llama.cpp does.
+    if not is_from_gguf or scale != 1.0 or top_k == 1:
+        reason = "implementations of deepseek_v2 disagree on it: transformers leaves it out"
         fields.require_value("norm_topk_prob", False, None, reason=reason)
     return Gating(
         top_k=top_k,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -268,6 +268,10 @@ class GenerationDefaults:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def join_ends(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Returns the ids that end an answer: those of the files, and those of the tokenizer."""
+        return tuple(sorted({*self.eos_token_ids, *token_ids}))
 
     @property
     def sampling(self) -> dict[str, Any]:

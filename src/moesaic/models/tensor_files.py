@@ -51,6 +51,11 @@ def shards(path: Path) -> dict[str, Path]:
                 raise CheckpointError(
                     f"{path / INDEX}: weight_map: got {shorten(shard)}; allowed: names of files"
                 )
+        if (path / SINGLE).is_file() and SINGLE not in map(str, table.values()):
+            raise CheckpointError(
+                f"{path}: holds {SINGLE} beside {INDEX} of other files; allowed: one of the two. Remove the "
+                "one that is out of date"
+            )
         # Only the last part of a path, so that an index cannot name a file outside of its directory.
         return {str(name): path / Path(str(shard)).name for name, shard in table.items()}
     if (path / SINGLE).is_file():

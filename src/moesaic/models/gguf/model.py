@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moesaic.core.end_tokens import ENDS
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import shorten
 from moesaic.models.gguf import header
@@ -20,8 +21,6 @@ METHOD = "gguf"
 """quant_method of its config, whether or not tensors are quantised."""
 CONTROL = 3
 """Type of special tokens in tokenizer.ggml.token_type."""
-ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|return|>", "<|call|>")
-"""Special tokens that end an answer wherever a vocabulary has them. Files name one of them, or two."""
 _GATES = ("gate.weight", "router.weight", "router.layer.weight")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 

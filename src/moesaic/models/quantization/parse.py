@@ -35,7 +35,7 @@ STATIC_SCALES = r".*\.input_(scale|zero_point)"
 CACHE_SCALES = r".*\.(self_attn|attn|attention)\.(\w+\.)?((q|k|v|kv|prob)_(scale|zero_point)|output_scale)"
 """Names of scales of an FP8 KV cache. Some programs name them after a projection."""
 CACHE_KEY = "kv_cache_scheme"
-UNUSED: Mapping[str, str] = {
+SKIP_REASONS: Mapping[str, str] = {
     STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
     CACHE_SCALES: "the scales of an FP8 KV cache (k_scale, v_scale) are not used: --kv-cache-dtype says what "
     "the cache stores",
@@ -93,7 +93,7 @@ def describe_unused(raw: Mapping[str, Any], names: Collection[str]) -> list[str]
     """
     is_cache_named = bool(_find_quantization(raw).get(CACHE_KEY))
     return [
-        UNUSED[pattern]
+        SKIP_REASONS[pattern]
         for pattern in find_skipped_patterns(raw)
         if any(re.fullmatch(pattern, name) for name in names)
         or (not names and (pattern != CACHE_SCALES or is_cache_named))
