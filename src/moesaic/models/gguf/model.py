@@ -46,6 +46,12 @@ class Model:
         self._headers = {file: header.read(file) for file in self.files}
         self.metadata: Mapping[str, Any] = self._headers[path].metadata
         """The metadata of the first file, which stands for the whole model."""
+        count = self.metadata.get("split.count")
+        if isinstance(count, int) and count > 1 and count != len(self.files):
+            raise CheckpointError(
+                f"{path}: split.count: got {count}; allowed: {len(self.files)}, the files of this model. A "
+                "split model has files NAME-00001-of-0000N.gguf"
+            )
 
     def texts(self, key: str) -> list[str] | None:
         """A list of texts of the metadata; None if there is no such list."""
