@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.models.test_quantized import CASES
 from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_hub import hub
 
+from moesaic import LLM
 from moesaic.commands import cli
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import CheckpointError
@@ -474,3 +476,58 @@ def test_a_model_whose_answers_never_end_is_warned_of(
     cli.main(asked)
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert note.startswith("no token ends an answer")
+
+
+MLX = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "MLX": (MLX, "", "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or"),
+    "ModelOpt": (
+        MODELOPT,
+        "",
+        "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
+    ),
+    "older ModelOpt": (
+        {},
+        "hf_quant_config.json",
+        "hf_quant_config.json: this is a ModelOpt checkpoint; allowed:",
+    ),
+    "no index": ({}, "model-00001-of-00002.safetensors", "but no model.safetensors.index.json: download it"),
+    "pickles": (
+        {},
+        "pytorch_model.bin",
+        "holds pytorch_model.bin but no safetensors; pickled weights can run code",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_another_form_are_named_by_doctor_and_by_the_loader(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, name, says = FORMS[form]
+    for file in files.resolve("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tiny_models.edit(tmp_path, **changes)
+    if name == "hf_quant_config.json":
+        (tmp_path / name).write_text("{}")
+    elif name:
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
+        LLM(str(tmp_path))
+    code = cli.main(["doctor", str(tmp_path), "--hardware", "none"])
+    said = capsys.readouterr()
+    assert code and str(caught.value) in (said.out + said.err).splitlines()[0]
+
+
+def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "demo", "--hardware", "none"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "runs here: moesaic serve demo"
+
+
+def test_a_supported_model_that_does_not_fit_is_said_to_be_supported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    assert cli.main(["doctor", str(tmp_path / "config.json"), "--hardware", "none"]) == 1
+    assert capsys.readouterr().out.startswith("supported, but does not fit in memory")

@@ -31,6 +31,7 @@ def refused(path: Path) -> str:
 def test_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"w" * 5000)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
     (tmp_path / name).write_text(POINTER)
     assert f"{name} is a Git LFS pointer, not the file itself: run git lfs pull there" in refused(tmp_path)
     (tmp_path / name).write_text("{}" + POINTER)

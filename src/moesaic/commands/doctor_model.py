@@ -22,7 +22,7 @@ from moesaic.commands.model_report import ModelReport, Storage
 from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
-from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.errors import CheckpointError, ConfigError, MoesaicError
 from moesaic.core.text_config import TEXT
 from moesaic.core.weight_types import (
     COMPRESSED_DTYPE,
@@ -148,7 +148,15 @@ def _ask_loader(
     elif source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
+        try_step(lambda: _check_weights(model, names))
     return spec, problems
+
+
+def _check_weights(model: str, names: Collection[str]) -> None:
+    """Raises CheckpointError for a model on the hub without weights that are read."""
+    problem = files.describe_missing_weights(names)
+    if problem is not None:
+        raise CheckpointError(f"{model}: {problem}")
 
 
 def _read_ends(directory: Path, warnings: list[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ WEIGHTS = (".safetensors", SUFFIX)
 """How names of files with weights end."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth")
+"""How names of files with pickled weights end."""
 CONFIG_BYTES = 4 << 20
 """Largest config file that is read. Real ones have a few kilobytes."""
 INDEX_BYTES = 64 << 20
@@ -117,6 +119,8 @@ def _check_directory(path: Path, problem: str) -> Path:
         raise CheckpointError(f"model: {path}: {lookalike_without_config(path) or problem}")
     if (pointer := lfs_pointer_in(path)) is not None:
         raise CheckpointError(f"model: {path}: {pointer}")
+    if (missing := describe_missing_weights([file.name for file in path.iterdir()])) is not None:
+        raise CheckpointError(f"model: {path}: {missing}")
     return path
 
 
@@ -310,6 +314,26 @@ def _ids(value: object) -> set[int]:
     """Returns an id, a list of ids or None as a set."""
     items = value if isinstance(value, list) else [value]
     return {item for item in items if isinstance(item, int) and not isinstance(item, bool)}
+
+
+def describe_missing_weights(names: Collection[str]) -> str | None:
+    """Says why the files of these names have no weights that are read. None if they have some.
+
+    >>> describe_missing_weights(["config.json", "model-00001-of-00002.safetensors"])
+    'holds shards such as model-00001-of-00002.safetensors but no model.safetensors.index.json: download it'
+    """
+    if {SINGLE, INDEX} & set(names):
+        return None
+    shards = sorted(name for name in names if name.endswith(".safetensors"))
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if shards:
+        return f"holds shards such as {shards[0]} but no {INDEX}: download it"
+    if pickles:
+        return (
+            f"holds {pickles[0]} but no safetensors; pickled weights can run code and are not read: convert "
+            "them to safetensors"
+        )
+    return None
 
 
 def lookalike_without_config(path: Path) -> str | None:

@@ -75,18 +75,18 @@ class PackedIntegers:
         words: npt.NDArray[np.int32],
         scales: Floats,
         shape: npt.NDArray[np.int64],
-        *others: npt.NDArray[np.int32],
+        *extra_arrays: npt.NDArray[np.int32],
     ) -> Floats:
-        """The numbers of a matrix. others: zero points if it is asymmetric, and the group of each column."""
-        group_of = others[-1]
+        """The numbers. extra_arrays: zero points if it is asymmetric, and the group of each column."""
+        group_of = extra_arrays[-1]
         wrong = group_of[(group_of < 0) | (group_of >= scales.shape[1])]
         if len(wrong):
             raise CheckpointError(f"weight_g_idx: got {wrong[0]}; allowed: 0 to {scales.shape[1] - 1}")
         if shape.tolist() != [rows, columns]:
             raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
         zero = np.full_like(scales, 1 << (self.bits - 1))
-        if len(others) > 1:
-            zero = unpack(np.ascontiguousarray(others[0].T), self.bits, rows).T.astype(np.float32)
+        if len(extra_arrays) > 1:
+            zero = unpack(np.ascontiguousarray(extra_arrays[0].T), self.bits, rows).T.astype(np.float32)
         codes = unpack(words, self.bits, columns)
         numbers: Floats = (codes - zero[:, group_of]) * scales[:, group_of]
         return numbers

@@ -34,6 +34,10 @@ STATIC_SCALES = r".*\.input_(scale|zero_point)"
 """Names of static scales of activations."""
 CACHE_SCALES = r".*\.(self_attn|attn|attention)\.(\w+\.)?((q|k|v|kv|prob)_(scale|zero_point)|output_scale)"
 """Names of scales of an FP8 KV cache. Some programs name them after a projection."""
+MODELOPT = "modelopt"
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which older versions of ModelOpt say how a checkpoint is quantised."""
+OTHER_FORMATS = "allowed: the model itself, or its version in FP8, GPTQ, AWQ, compressed-tensors or GGUF"
 CACHE_KEY = "kv_cache_scheme"
 SKIP_REASONS: Mapping[str, str] = {
     STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
@@ -53,12 +57,19 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     inner = raw.get(TEXT)
     if "quantization_config" not in raw and isinstance(inner, dict):
         raw = inner
+    if isinstance(raw.get("quantization"), dict) and "group_size" in raw["quantization"]:
+        raise CheckpointError(f"config.json: quantization: this is an MLX checkpoint; {OTHER_FORMATS}")
     if is_unquantized(raw):
         return None
     quantization = raw["quantization_config"]
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if method == GGUF and isinstance(quantization, dict):
         return gguf.parse(Fields(quantization, "quantization_config."))
+    if isinstance(quantization, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in quantization):
+        algorithm = shorten(repr(quantization.get("quant_algo", method)))
+        raise CheckpointError(
+            f"config.json: quantization_config: this is a ModelOpt checkpoint ({algorithm}); {OTHER_FORMATS}"
+        )
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in METHODS:
         allowed_methods = ", ".join([*METHODS, QUANT_METHOD])
         raise CheckpointError(
@@ -117,7 +128,10 @@ def read_skipped_patterns(path: Path) -> tuple[str, ...]:
 def scheme_of(path: Path) -> Scheme | None:
     """The scheme of the checkpoint at `path`. A directory without config.json has none."""
     has_config = is_gguf(path) or (path / "config.json").is_file()
-    return parse(read_config(path)) if has_config else None
+    scheme = parse(read_config(path)) if has_config else None
+    if scheme is None and (path / MODELOPT_FILE).is_file():
+        raise CheckpointError(f"{path / MODELOPT_FILE}: this is a ModelOpt checkpoint; {OTHER_FORMATS}")
+    return scheme
 
 
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:
