@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.support import shrunk, tiny_models
 from tests.support.model_driver import Driver
 
@@ -32,6 +34,9 @@ NOT_HERE = {
 """Families of which no whole published config is here."""
 FAST = ("MiniMaxAI/MiniMax-M2.7", "moonshotai/Kimi-K2.5", "zai-org/GLM-4.5V")
 COMPARED = sorted(FILES.keys() - REFUSED)
+
+
+QUANTISED = [name for name in COMPARED if shrunk.find_quantization(json.loads(FILES[name].read_text()))]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -63,3 +68,18 @@ def test_a_tiny_model_of_a_published_config_has_transformers_tokens(name: str, t
     tokens = tiny_models.prompt(24, shrunk.VOCABULARY)
     ours = Driver(registry.load(path, pick("cpu")))
     assert ours.greedy(tokens, 12) == tiny_models.reference_greedy(theirs, tokens, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_tiny_quantised_model_has_the_tokens_of_its_dequantised_weights(name: str, tmp_path: Path) -> None:
+    theirs, path = shrunk.write_quantised(read(name), tmp_path)
+    parts = (
+        load_file(path / "model.safetensors").keys()
+        - load_file(tmp_path / "plain" / "model.safetensors").keys()
+    )
+    assert any("experts" in part for part in parts)
+    tokens = tiny_models.prompt(24, shrunk.VOCABULARY)
+    ours = Driver(registry.load(path, pick("cpu")))
+    logits = ours.prefill(tokens)
+    torch.testing.assert_close(logits, tiny_models.reference_logits(theirs, tokens), rtol=1e-3, atol=1e-3)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moesaic.core.text_config import TEXT, WRAPPERS, read_text_config
-from tests.support import tiny_models
+from tests.support import quantizers, tiny_models
 
 LAYERS, VOCABULARY = 4, 131
 SIZES = {
@@ -43,6 +43,40 @@ def shrink(raw: dict[str, Any]) -> dict[str, Any]:
         small["first_k_dense_replace"] = 1
     small.pop("quantization_config", None)
     return small
+
+
+FORMATS = {
+    "fp8": (quantizers.fp8_blocks(128), False),
+    "compressed-tensors": (quantizers.packed(4, 32, True), False),
+    "mxfp4": (quantizers.mxfp4, True),
+}
+"""quant_method of published configs -> how its matrices are written, and whether they are columns."""
+
+
+def find_quantization(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the quantization_config of a published config; None if it has none."""
+    found = raw.get("quantization_config") or raw.get(TEXT, {}).get("quantization_config")
+    return None if found is None else dict(found)
+
+
+def write_quantised(raw: dict[str, Any], path: Path) -> tuple[Any, Path]:
+    """Writes a tiny quantised checkpoint of a published config, with its quantization_config as it is.
+
+    Returns transformers' model over the dequantised weights, and the directory.
+    """
+    model, source = write(raw, path / "source")
+    tiny_models.edit(source, torch_dtype="bfloat16")
+    settings = find_quantization(raw)
+    assert settings is not None
+    matrices, is_columns = FORMATS[settings["quant_method"]]
+    form = quantizers.Format(matrices, settings, is_columns)
+    quantised, plain = quantizers.quantize(source, path, form)
+    if "quantization_config" in raw.get(TEXT, {}):
+        config = json.loads((quantised / "config.json").read_text())
+        config[TEXT]["quantization_config"] = config.pop("quantization_config")
+        (quantised / "config.json").write_text(json.dumps(config))
+    (plain / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+    return type(model).from_pretrained(plain, dtype=torch.float32), quantised
 
 
 def write(raw: dict[str, Any], path: Path) -> tuple[Any, Path]:
