@@ -148,13 +148,13 @@ def _ask_loader(
     elif source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
-        try_step(lambda: _check_weights(model, names))
+        try_step(lambda: _check_weights(model, names, raw))
     return spec, problems
 
 
-def _check_weights(model: str, names: Collection[str]) -> None:
+def _check_weights(model: str, names: Collection[str], raw: dict[str, Any]) -> None:
     """Raises CheckpointError for a model on the hub without weights that are read."""
-    problem = files.describe_missing_weights(names)
+    problem = files.describe_missing_weights(names) or registry.describe_quantizer(names, raw)
     if problem is not None:
         raise CheckpointError(f"{model}: {problem}")
 

@@ -128,10 +128,20 @@ def read_skipped_patterns(path: Path) -> tuple[str, ...]:
 def scheme_of(path: Path) -> Scheme | None:
     """The scheme of the checkpoint at `path`. A directory without config.json has none."""
     has_config = is_gguf(path) or (path / "config.json").is_file()
-    scheme = parse(read_config(path)) if has_config else None
-    if scheme is None and (path / MODELOPT_FILE).is_file():
-        raise CheckpointError(f"{path / MODELOPT_FILE}: this is a ModelOpt checkpoint; {OTHER_FORMATS}")
-    return scheme
+    if not has_config:
+        return None
+    raw = read_config(path)
+    names = [file.name for file in path.glob(MODELOPT_FILE)]
+    if (problem := describe_quantizer(names, raw)) is not None:
+        raise CheckpointError(f"{path}: {problem}")
+    return parse(raw)
+
+
+def describe_quantizer(names: Collection[str], raw: Mapping[str, Any]) -> str | None:
+    """Says which program quantised a checkpoint if only one of its files, by these names, tells it."""
+    if MODELOPT_FILE in names and is_unquantized(raw):
+        return f"{MODELOPT_FILE}: this is a ModelOpt checkpoint; {OTHER_FORMATS}"
+    return None
 
 
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:
