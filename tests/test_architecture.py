@@ -244,8 +244,10 @@ EDGES: dict[str, tuple[str, ...]] = {
         "models.gguf",
         "text.tiktoken_model",
     ),  # the metadata of a GGUF file has the tokenizer
+    "text.added_tokens": ("core",),
     "text.tokenizer": (
         "core",
+        "text.added_tokens",
         "text.gguf_tokenizer",
         "models.gguf.header",
         "text.templates",
@@ -426,7 +428,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     "safetensors": ("models.tensor_files",),
     "huggingface_hub": ("models.hub",),
-    "tokenizers": ("text.tokenizer", "text.gguf_tokenizer", "text.tiktoken_model"),
+    "tokenizers": ("text.tokenizer", "text.added_tokens", "text.gguf_tokenizer", "text.tiktoken_model"),
     "transformers": ("jobs.verify.reference",),
     "jinja2": (
         "text.templates.jinja_template",

@@ -59,6 +59,7 @@ def test_json_carries_every_setting() -> None:
         ModelConfig(
             "m",
             revision="r",
+            hf_overrides='{"a": null}',
             device="cpu",
             dtype="float32",
             max_model_len=64,

@@ -91,7 +91,7 @@ class LLM:
         if routing is not None:
             _check_routing(config)
         config = config if trace is None else replace(config, trace=trace)
-        path = files.resolve(model, config.model.revision)
+        path = files.resolve(*config.model.source)
         tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
         config = _fit(config)
         self._defaults = files.generation_defaults(path)
@@ -105,7 +105,7 @@ class LLM:
             tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
-            eos_token_ids=self._defaults.eos_token_ids,
+            eos_token_ids=self._defaults.join_ends(tokenizer.end_token_ids),
         )
         self._engine.receive(Ready(self.info))
 

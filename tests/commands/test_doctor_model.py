@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.models.test_quantized import CASES
 from tests.support import model_configs, quantizers, tiny_models
 from tests.support.fake_hub import hub
 
+from moesaic import LLM
 from moesaic.commands import cli
 from moesaic.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import CheckpointError
@@ -435,3 +437,98 @@ def test_a_config_alone_tells_how_experts_are_quantised(
     machine = a_machine(tmp_path / "large.toml", memory=400)
     found = examined(capsys, file, "--hardware", machine)
     assert found["supported"] and found["stored"]["type"] == quantizers.STORED[form]
+
+
+def test_a_key_can_be_left_out_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, drop = tmp_path / "config.json", '{"attention_sinks": null}'
+    config.write_text(json.dumps(MIXTRAL_8X7B | {"attention_sinks": 4}))
+    asked = ["doctor", str(config), "--hardware", "none", "--json"]
+    assert cli.main(asked) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert f"--hf-overrides '{drop}'" in problem
+    assert cli.main([*asked, "--hf-overrides", drop]) in (0, 1)  # by the memory that is free here
+    report = json.loads(capsys.readouterr().out)
+    assert report["supported"]
+    assert report["command"] is None or f"--hf-overrides '{drop}'" in report["command"]
+
+
+def test_messages_name_a_changed_model_as_its_user_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in files.resolve("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    layers = json.dumps({"num_hidden_layers": 99})
+    assert cli.main(["doctor", str(tmp_path), "--hardware", "none", "--json", "--hf-overrides", layers]) == 1
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith(f"{tmp_path}: tensor model.layers.")
+
+
+def test_a_model_whose_answers_never_end_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in files.resolve("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    asked = ["doctor", str(tmp_path), "--hardware", "none", "--json"]
+    cli.main(asked)
+    assert json.loads(capsys.readouterr().out)["notes"] == []
+    (tmp_path / "generation_config.json").unlink()
+    tiny_models.edit(tmp_path, eos_token_id=None)
+    byte_tokenizer(tmp_path, ["<end>"])
+    cli.main(asked)
+    (note,) = json.loads(capsys.readouterr().out)["notes"]
+    assert note.startswith("no token ends an answer")
+
+
+MLX = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "MLX": (MLX, "", "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or"),
+    "ModelOpt": (
+        MODELOPT,
+        "",
+        "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
+    ),
+    "older ModelOpt": (
+        {},
+        "hf_quant_config.json",
+        "hf_quant_config.json: this is a ModelOpt checkpoint; allowed:",
+    ),
+    "no index": ({}, "model-00001-of-00002.safetensors", "but no model.safetensors.index.json: download it"),
+    "pickles": (
+        {},
+        "pytorch_model.bin",
+        "holds pytorch_model.bin but no safetensors; pickled weights can run code",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_files_of_another_form_are_named_by_doctor_and_by_the_loader(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes, name, says = FORMS[form]
+    for file in files.resolve("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tiny_models.edit(tmp_path, **changes)
+    if name == "hf_quant_config.json":
+        (tmp_path / name).write_text("{}")
+    elif name:
+        (tmp_path / "model.safetensors").rename(tmp_path / name)
+    with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
+        LLM(str(tmp_path))
+    code = cli.main(["doctor", str(tmp_path), "--hardware", "none"])
+    said = capsys.readouterr()
+    assert code and str(caught.value) in (said.out + said.err).splitlines()[0]
+
+
+def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "demo", "--hardware", "none"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "runs here: moesaic serve demo"
+
+
+def test_a_supported_model_that_does_not_fit_is_said_to_be_supported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    assert cli.main(["doctor", str(tmp_path / "config.json"), "--hardware", "none"]) == 1
+    assert capsys.readouterr().out.startswith("supported, but does not fit in memory")

@@ -81,7 +81,7 @@ MIXTRAL, QWEN3, DEEPSEEK = CASES
         (DEEPSEEK, "kv_lora_rank", 10**9, "kv_b_proj.weight: got shape"),
         (DEEPSEEK, "rope_theta", 10**400, "rope_theta: got 1000000"),
         (DEEPSEEK, "rms_norm_eps", 10**400, "rms_norm_eps: got 1000000"),
-        (DEEPSEEK, "a\nb", 1, "'a\\nb': got 1; allowed: keys that this model_type understands"),
+        (DEEPSEEK, "a\nb", 1, "'a\\nb': got 1; allowed: keys that this model_type reads"),
     ],
 )
 def test_one_line_names_the_key_or_the_tensor(

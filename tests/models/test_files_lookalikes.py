@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from tests.support import model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError
-from moesaic.models import files
+from moesaic.kernels.table import pick
+from moesaic.models import files, registry
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4999802720\n"
 
@@ -28,6 +31,7 @@ def refused(path: Path) -> str:
 def test_a_pointer_of_git_lfs(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"w" * 5000)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
     (tmp_path / name).write_text(POINTER)
     assert f"{name} is a Git LFS pointer, not the file itself: run git lfs pull there" in refused(tmp_path)
     (tmp_path / name).write_text("{}" + POINTER)
@@ -48,3 +52,18 @@ def test_a_lora_adapter(tmp_path: Path, config: str, base: str) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"w")
     said = refused(tmp_path)
     assert "this is a LoRA adapter" in said and base in said and "give the merged model" in said
+
+
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    """One of the two is left from before, and programs take different ones."""
+    path = tiny_models.save(tiny_models.build("mixtral", model_configs.mixtral()), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors, path / "model-00001-of-00001.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}))
+    with pytest.raises(CheckpointError, match="holds model.safetensors beside model.safetensors.index.json"):
+        registry.load(path, pick("cpu"))
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    registry.load(path, pick("cpu"))
+    index.unlink()
+    registry.load(path, pick("cpu"))

@@ -24,7 +24,6 @@ def corrected(top_k: int, normalise: bool, scale: float, groups: int, kept: int)
     ("kind", "options", "wanted"),
     [
         ("deepseek_v2", model_configs.deepseek(n_group=4, topk_group=2), Gating(6)),
-        ("deepseek_v2", model_configs.deepseek(norm_topk_prob=True), Gating(6, normalise=True)),
         ("deepseek_v2", DEEPSEEK_V2, Gating(6, groups=4, groups_kept=2)),
         ("deepseek_v3", model_configs.deepseek3(), corrected(6, True, 2.5, 4, 2)),
         ("kimi_k2", model_configs.deepseek3(), corrected(6, True, 2.5, 4, 2)),

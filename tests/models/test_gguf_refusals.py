@@ -6,6 +6,7 @@ import contextlib
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from moesaic.models.files import find, resolve
 from moesaic.models.gguf import header
 from moesaic.models.gguf.architectures import ARCHITECTURES
 from moesaic.models.gguf.metadata import Metadata
+from moesaic.models.gguf.model import Model as GgufModel
 from moesaic.models.headers import Headers
 
 kernels = table.pick("cpu", "auto")
@@ -233,3 +235,41 @@ def test_keys_of_linear_attention(change: dict[str, Any], says: str) -> None:
     both = {f"qwen35moe.{key}": value for key, value in (keys | change).items()}
     with pytest.raises(CheckpointError, match=re.escape(f"a.gguf: qwen35moe.{says}")):
         ARCHITECTURES["qwen35moe"].config(Metadata("a.gguf", "qwen35moe", both), lambda name: False)
+
+
+NEUTRAL = [
+    *(("pooling_type", 0), ("rope.scale_linear", 1.0), ("rope.dimension_sections", [24, 20, 20, 0])),
+    *(("attention.sliding_window", 0), ("logit_scale", 1.0), ("use_parallel_residual", False)),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), NEUTRAL)
+def test_a_key_that_changes_nothing_is_no_reason_to_refuse(key: str, value: object) -> None:
+    Metadata("a.gguf", "qwen3moe", {f"qwen3moe.{key}": value}).refuse_unread()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("pooling_type", 1), ("rope.scale_linear", 2.0), ("logit_scale", 0.5), ("new", [1])]
+)
+def test_a_key_that_may_change_answers_is_refused(key: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=f"qwen3moe.{key}: got"):
+        Metadata("a.gguf", "qwen3moe", {f"qwen3moe.{key}": value}).refuse_unread()
+
+
+@pytest.mark.parametrize(("count", "good"), [(0, True), (1, True), (3, False)])
+def test_a_part_of_a_split_model_says_so_under_any_name(
+    made: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, good: bool
+) -> None:
+    file, read = tmp_path / "renamed.gguf", header.read
+    file.write_bytes(made)
+
+    def read_as_part(path: Path) -> header.Header:
+        whole = read(path)
+        return replace(whole, metadata={**whole.metadata, "split.count": count})
+
+    monkeypatch.setattr(header, "read", read_as_part)
+    if good:
+        GgufModel(file)
+        return
+    with pytest.raises(CheckpointError, match="split.count: got 3; allowed: 1, the files of this model"):
+        GgufModel(file)

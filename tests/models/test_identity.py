@@ -164,22 +164,6 @@ def test_a_head_beside_tied_embeddings_counts_where_it_differs(tmp_path: Path, d
     assert error(Driver(ours).prefill(tokens), wanted) < 1e-4
 
 
-def test_the_lower_layers_of_qwen3_can_see_everything(tmp_path: Path) -> None:
-    # transformers 5 gives every layer the window; the model's makers only those from max_window_layers.
-    theirs = tiny_models.build("qwen3_moe", model_configs.qwen3(use_sliding_window=True, sliding_window=9))
-    path = tiny_models.edit(tiny_models.save(theirs, tmp_path), max_window_layers=2)
-    ours = registry.load(path, pick("cpu"))
-    assert ours.spec.sliding_windows == (None, None, 9)
-    causal = torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)[None, None]
-    theirs.set_attn_implementation("eager")
-    for layer in theirs.model.layers[:2]:
-        layer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "attention_mask": causal}), with_kwargs=True
-        )
-    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
-    assert error(Driver(ours).prefill(tokens), tiny_models.reference_logits(theirs, tokens)) < 1e-4
-
-
 def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
     # moe_layer_freq is a key of the makers' own code: a layer is sparse when divisible by it.
     theirs = tiny_models.build("deepseek_v2", model_configs.deepseek(num_hidden_layers=4))
@@ -199,22 +183,6 @@ def test_every_second_layer_of_deepseek_can_be_dense(tmp_path: Path) -> None:
     assert ours.spec.moe_layers == (2,)
     tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
     assert error(Driver(ours).prefill(tokens), tiny_models.reference_logits(theirs, tokens)) < 1e-4
-
-
-@pytest.mark.parametrize("groups", [{}, model_configs.GROUPS], ids=["greedy", "groups"])
-def test_deepseek_v2_may_normalise_the_weights_of_the_chosen_experts(tmp_path: Path, groups: Any) -> None:
-    """transformers leaves norm_topk_prob out; here its gates do what those of the makers do."""
-    theirs = tiny_models.build("deepseek_v2", model_configs.deepseek(norm_topk_prob=True, **groups))
-    path = tiny_models.save(theirs, tmp_path)
-    tokens = tiny_models.prompt(LENGTH, model_configs.VOCAB)
-    plain = tiny_models.reference_logits(theirs, tokens)
-    for layer in theirs.model.layers[1:]:
-        layer.mlp.gate.register_forward_hook(
-            lambda _, given, answer: (answer[0], answer[1] / answer[1].sum(-1, keepdim=True), answer[2])
-        )
-    driver, wanted = Driver(registry.load(path, pick("cpu"))), tiny_models.reference_logits(theirs, tokens)
-    assert error(driver.prefill(tokens), wanted) < 1e-4 < error(plain, wanted)
-    assert Driver(driver.model).greedy(tokens, GREEDY) == tiny_models.reference_greedy(theirs, tokens, GREEDY)
 
 
 def test_experts_and_the_rest_load_apart(tmp_path: Path) -> None:

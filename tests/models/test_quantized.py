@@ -126,6 +126,51 @@ def test_a_part_of_the_matrices_may_be_left_as_it_is(sources: dict[str, Path], t
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_columns_may_have_any_group(sources: dict[str, Path], tmp_path: Path, symmetric: bool) -> None:
+    settings: dict[str, Any] = {"strategy": "group", "group_size": 32, "actorder": "group"}
+    config = quantizers.compressed_tensors("pack-quantized", num_bits=4, symmetric=symmetric, **settings)
+    config["sparsity_config"] = {
+        "format": "dense",
+        "global_sparsity": 0.1,
+        "sparsity_structure": "unstructured",
+    }
+    form = quantizers.Format(quantizers.packed_in_any_order(4, 32, symmetric), config)
+    quantised, plain = quantizers.quantize(sources["qwen3"], tmp_path, form)
+    tokens = tiny_models.prompt(20, model_configs.VOCAB)
+    wanted = tiny_models.reference_logits(theirs("qwen3", plain), tokens)
+    logits = Driver(registry.load(quantised, kernels)).prefill(tokens)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+
+
+CACHE_SCALES = [
+    *("k_scale", "v_scale", "kv_scale", "q_scale", "attn.k_scale", "k_proj.k_scale", "v_proj.output_scale"),
+    *("k_zero_point", "qkv_proj.k_scale"),
+]
+
+
+@pytest.mark.parametrize("scheme", ["static", {"num_bits": 8, "type": "float", "dynamic": False}, None])
+def test_scales_of_an_fp8_cache_are_skipped_and_the_log_says_so(
+    sources: dict[str, Path], tmp_path: Path, scheme: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    form = "fp8 blocks" if scheme == "static" else "fp8 rows"
+    quantised, _ = made(sources, "qwen3", form, tmp_path)
+    tokens = tiny_models.prompt(9, model_configs.VOCAB)
+    wanted = Driver(registry.load(quantised, kernels)).prefill(tokens)
+    assert not caplog.messages
+    tiny_models.edit(quantised, quantization_config=FORMATS[form].config | {"kv_cache_scheme": scheme})
+    tensors = load_file(quantised / "model.safetensors")
+    scales = {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in CACHE_SCALES}
+    save_file(tensors | scales, quantised / "model.safetensors")
+    assert torch.equal(Driver(registry.load(quantised, kernels)).prefill(tokens), wanted)
+    assert [line.partition(" are not used")[0] for line in caplog.messages] == [
+        "the scales of an FP8 KV cache (k_scale, v_scale)"
+    ]
+    save_file(tensors | {"model.layers.0.self_attn.o_scale": torch.ones(1)}, quantised / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor .*\.o_scale is not expected"):
+        registry.load(quantised, kernels)
+
+
 def test_static_scales_of_activations_are_skipped_only_where_the_config_names_them(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -279,7 +324,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "GPTQ of 3 bits": ("gptq", {"bits": 3}, "quantization_config.bits: got 3; allowed: 4, 8"),
     "groups of 48": ("gptq", {"group_size": 48}, "got groups of 48 in rows of 160"),
     "AWQ for GEMV": ("awq", {"version": "gemv"}, "quantization_config.version: got 'gemv'"),
-    "sparsity": ("packed int4", {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+    "sparsity": ("packed int4", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
     "no groups": ("packed int4", {"config_groups": None}, "config_groups"),
     "another format": ("packed int4", {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
 }  # fmt: skip

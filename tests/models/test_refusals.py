@@ -139,7 +139,13 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
             {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
             ("norm_topk_prob", "disagree"),
         ),
-        ("deepseek_v2", {"norm_topk_prob": 1}, ("norm_topk_prob", "1", "true, false")),
+        ("deepseek_v2", {"norm_topk_prob": 1}, ("norm_topk_prob", "1", "False")),
+        ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob", "transformers leaves it out")),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            ("max_window_layers: got 2", "every layer"),
+        ),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, ("topk_method", "'noaux_tc'")),
         (
             "deepseek_v2",

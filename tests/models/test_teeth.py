@@ -63,7 +63,6 @@ EDITS: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("mixtral-window", {"sliding_window": None}),
     "window of one more": ("mixtral-window", {"sliding_window": 8}),
     "window of qwen3": ("qwen3-window", {"use_sliding_window": False}),
-    "lower layers of qwen3": ("qwen3-window", {"max_window_layers": 1}),
     "group limit": ("deepseek-full", {"topk_method": "greedy"}),
     "one group more": ("deepseek-full", {"topk_group": 3}),
     "top-k normalisation": ("qwen3", {"norm_topk_prob": False}),

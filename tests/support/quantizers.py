@@ -166,6 +166,27 @@ def packed(bits: int, group: int, symmetric: bool, dtype: torch.dtype = torch.bf
     return write
 
 
+def packed_in_any_order(bits: int, group: int, symmetric: bool) -> Quantizer:
+    """compressed-tensors, pack-quantized, with columns of any group."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        columns = matrix.shape[1]
+        order = torch.randperm(columns, generator=torch.Generator().manual_seed(columns))
+        back = torch.argsort(order)
+        codes, scales, zeros, plain = rounded(matrix[:, order], bits, group, symmetric, torch.bfloat16)
+        tensors = {
+            f"{name}.weight_packed": words(codes[:, back].contiguous(), bits),
+            f"{name}.weight_scale": scales,
+            f"{name}.weight_shape": torch.tensor(matrix.shape),
+            f"{name}.weight_g_idx": (torch.arange(columns) // group)[back].to(torch.int32),
+        }
+        if not symmetric:
+            tensors[f"{name}.weight_zero_point"] = words(zeros.T.contiguous(), bits).T
+        return tensors, plain[:, back]
+
+    return write
+
+
 def int8_rows(symmetric: bool) -> Quantizer:
     """compressed-tensors, int-quantized."""
 

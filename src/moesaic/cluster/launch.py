@@ -93,7 +93,7 @@ def launch(
             tokenizer,
             clock=time.monotonic,
             rng=random.Random(seed),
-            eos_token_ids=defaults.eos_token_ids,
+            eos_token_ids=defaults.join_ends(tokenizer.end_token_ids),
             max_waiting=max_waiting,
             on_request_end=None if ends is None else ends.add,
         )
@@ -119,7 +119,7 @@ def check(config: WorkerConfig, cluster: ClusterConfig | None, record: RecordCon
         paced_devices.read(Path(cluster.paced))
     if cluster is not None and cluster.schedule_policy_file is not None:
         curves.read(Path(cluster.schedule_policy_file))
-    return files.resolve(config.model.model, config.model.revision)
+    return files.resolve(*config.model.source)
 
 
 def _make_launcher(config: WorkerConfig, cluster: ClusterConfig) -> tuple[Launcher, ClusterConfig]:
@@ -160,7 +160,7 @@ def _local_config(
     """`config` for processes of this machine, which read the checkpoint in `path` as it is now."""
     return replace(
         config,
-        model=replace(config.model, model=str(path), revision=None),  # the path is of that revision
+        model=replace(config.model, model=str(path), revision=None, hf_overrides=None),  # the path has both
         parallel=cluster.parallel if cluster else config.parallel,
         paced=None if cluster is None else _absolute(cluster.paced),
         policy_file=None if cluster is None else _absolute(cluster.schedule_policy_file),

@@ -9,7 +9,7 @@ import contextlib
 import json
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from moesaic.commands.model_report import ModelReport, Storage
 from moesaic.commands.plan import find_hardware
 from moesaic.commands.program import program
 from moesaic.config import ModelConfig, SchedulerConfig
-from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.errors import CheckpointError, ConfigError, MoesaicError
 from moesaic.core.text_config import TEXT
 from moesaic.core.weight_types import (
     COMPRESSED_DTYPE,
@@ -80,15 +80,19 @@ def run(options: Doctor, as_json: bool) -> int:
 def examine_model(options: Doctor, folder: Path) -> ModelReport:
     """The report on a model. folder: for what is downloaded of a hub id."""
     assert options.model is not None
-    source = files.find(options.model, folder, options.revision)
+    source = files.find(options.model, folder, options.revision, options.hf_overrides)
     name = source.name or options.model
+    links = None if options.hf_overrides is None else source.directory
+
+    def restore_names(message: str) -> str:
+        message = message if links is None else message.replace(str(links), name)
+        return _restore_hub_names(message, folder, name)
+
     try:
         report = _report(replace(options, model=name), name, source)
     except ConfigError as error:
-        raise type(error)(_restore_hub_names(str(error), folder, name)) from error
-    return replace(
-        report, problems=[_restore_hub_names(problem, folder, name) for problem in report.problems]
-    )
+        raise ConfigError(restore_names(str(error))) from error
+    return replace(report, problems=[restore_names(problem) for problem in report.problems])
 
 
 def _restore_hub_names(message: str, folder: Path, name: str) -> str:
@@ -103,11 +107,13 @@ def _restore_hub_names(message: str, folder: Path, name: str) -> str:
 
 def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     raw = source.read()
-    spec, problems = _ask_loader(source, name, raw)
+    warnings: list[str] = []
+    spec, problems = _ask_loader(source, name, raw, warnings)
     storage = _describe_storage(source, raw, spec)
     sizes = _sizes(raw, name, storage)
     machine = examine()
-    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems)
+    warnings += registry.describe_unused(raw, _list_tensors(source))
+    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems, warnings=warnings)
     command = _Command(options, source)
     if isinstance(sizes, str):
         return report if problems else replace(report, command=command.serve(), sizes_error=sizes)
@@ -117,8 +123,13 @@ def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     return _judge(report, target, context, command, machine.hub_cache_free)
 
 
-def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
-    """What the loader says about a model: its sizes, and the errors that it would raise."""
+def _ask_loader(
+    source: FoundModel, model: str, raw: dict[str, Any], warnings: list[str]
+) -> tuple[ModelSpec | None, list[str]]:
+    """What the loader says about a model: its sizes, and the errors that it would raise.
+
+    warnings: gets what a user should know of a model that it loads.
+    """
     problems: list[str] = []
 
     def try_step(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
@@ -133,11 +144,40 @@ def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[Mo
         try_step(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
     if source.directory is not None:
         directory = source.directory
-        try_step(lambda: Tokenizer(directory).close())
+        try_step(lambda: _read_ends(directory, warnings))
     elif source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
+        try_step(lambda: _check_weights(model, names, raw))
     return spec, problems
+
+
+def _check_weights(model: str, names: Collection[str], raw: dict[str, Any]) -> None:
+    """Raises CheckpointError for a model on the hub without weights that are read."""
+    problem = files.describe_missing_weights(names) or registry.describe_quantizer(names, raw)
+    if problem is not None:
+        raise CheckpointError(f"{model}: {problem}")
+
+
+def _read_ends(directory: Path, warnings: list[str]) -> None:
+    """Reads the tokenizer and the tokens that end an answer."""
+    tokenizer = Tokenizer(directory)
+    tokenizer.close()
+    if not files.generation_defaults(directory).join_ends(tokenizer.end_token_ids):
+        warnings.append(
+            "no token ends an answer, so each one goes on to its limit: name one as eos_token_id in "
+            "generation_config.json, or as eos_token in tokenizer_config.json"
+        )
+
+
+def _list_tensors(source: FoundModel) -> Collection[str]:
+    """The names of the tensors of a checkpoint; empty if they are not known."""
+    with contextlib.suppress(MoesaicError):  # already a line of the report
+        if source.directory is not None:
+            return Claims(source.directory).names
+        if source.index is not None:
+            return IndexClaims(source.index.parent).names
+    return ()
 
 
 def _claims(source: FoundModel, raw: dict[str, Any]) -> Claims | None:
@@ -241,13 +281,18 @@ class _Command:
         revision = self.options.revision
         return "" if revision is None else f" --revision {shlex.quote(revision)}"
 
+    @property
+    def _changes(self) -> str:
+        changes = self.options.hf_overrides
+        return "" if changes is None else f" --hf-overrides {shlex.quote(changes)}"
+
     def serve(self, shorter: int | None = None) -> str:
         """The command that serves the model. shorter: maximum tokens of a request. None: the model's own."""
         length = "" if shorter is None else f" --max-model-len {shorter}"
-        return f"{program()} serve {self._model}{self._revision}{length}"
+        return f"{program()} serve {self._model}{self._revision}{self._changes}{length}"
 
     def stream(self, plan: StreamedJob) -> str:
-        model = f"--model {self._model}{self._revision}"
+        model = f"--model {self._model}{self._revision}{self._changes}"
         return f"{program()} run-batch -i in.jsonl -o out.jsonl {model} --fast-memory {plan.fast_memory}"
 
 

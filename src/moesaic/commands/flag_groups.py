@@ -29,7 +29,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--num-prompts", "--input-len", "--output-len", "--random-range-ratio", "--mix", "--seed"),
     ),
     "Model": (
-        *("--model", "--revision", "--device", "--dtype", "--max-model-len", "--kernels", "--threads"),
+        *("--model", "--revision", "--hf-overrides", "--device", "--dtype", "--max-model-len"),
+        *("--kernels", "--threads"),
         *("--pin-threads", "--mmap", "--enforce-eager", "--cudagraph-mode"),
     ),
     "Memory": (*("--kv-cache-memory", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching"),),

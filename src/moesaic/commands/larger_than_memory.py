@@ -120,7 +120,7 @@ def find_machine(
 
     is_automatic: nobody gave --fast-memory. Then figures are kept for the next start.
     """
-    path, gpus = files.resolve(worker.model.model, worker.model.revision), count_gpus(worker.model)
+    path, gpus = files.resolve(*worker.model.source), count_gpus(worker.model)
     if offload.hardware is not None:
         return find_hardware(offload.hardware), gpus
     if is_automatic:

@@ -26,6 +26,8 @@ class Doctor:
     _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key. See `moesaic serve`."""
     hardware: str = THIS
     """The machine to judge a model by. this: this machine, after a measurement of about ten seconds.
     none: the memory of this machine, and no prediction of speed. Otherwise a known machine or a file (.toml),
@@ -35,6 +37,8 @@ class Doctor:
         if self.model is None:
             if self.revision is not None:
                 raise ConfigError.field("--revision", self.revision, "nothing without a MODEL")
+            if self.hf_overrides is not None:
+                raise ConfigError.field("--hf-overrides", self.hf_overrides, "nothing without a MODEL")
             if self.hardware != THIS:
                 raise ConfigError.field("--hardware", self.hardware, "nothing without a MODEL")
 
@@ -54,6 +58,8 @@ class Verify:
     _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key. See `moesaic serve`."""
     against: Literal["transformers"] = "transformers"
     """The other implementation. transformers computes each layer in float32; it must be installed."""
     prompt: str | None = None

@@ -71,6 +71,8 @@ class ModelReport:
     """Free bytes of the disk for downloads, if they are too few."""
     assumptions: Sequence[str] = ()
     """What predicted speeds assume, one sentence each."""
+    warnings: Sequence[str] = ()
+    """What a user of the model should know, one sentence each."""
     is_unplanned: bool = False
     """True: the model does not fit, and without figures of the machine --fast-memory was not planned."""
 
@@ -84,6 +86,7 @@ class ModelReport:
         return {
             "model": self.model,
             "model_type": self.model_type,
+            "verdict": judge(self),
             "supported": not self.problems,
             "problems": list(self.problems),
             "layers": None if sizes is None else sizes.layers,
@@ -122,7 +125,24 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 
 
 def list_notes(report: ModelReport) -> Iterator[str]:
-    """Sentences below the tables."""
+    """What a user should know of a model and of this machine, in sentences."""
+    yield from _list_problems(report)
+    if report.problems:
+        return
+    yield from report.warnings
+    if report.speeds or report.streamed_job is not None:
+        yield from report.assumptions
+
+
+def judge(report: ModelReport) -> str:
+    """The verdict in one line: whether the model runs here, and by which command or why not."""
+    problem = next(_list_problems(report), None)
+    if report.command is None:
+        return problem if report.problems and problem else f"supported, but {problem or 'does not run here'}"
+    return f"runs here: {report.command}" + ("" if problem is None else f" ({problem})")
+
+
+def _list_problems(report: ModelReport) -> Iterator[str]:
     for problem in report.problems:
         yield f"not supported: {problem}"
     if report.problems:
@@ -144,13 +164,14 @@ def list_notes(report: ModelReport) -> Iterator[str]:
         better = next((fit for fit in report.fits if fit.can_serve), None)
         if better is not None:
             yield f"with its experts in {better.format.name} it would fit"
-    if report.speeds or report.streamed_job is not None:
-        yield from report.assumptions
 
 
 def show(report: ModelReport) -> None:
     """Print the report for people."""
     console = Console(highlight=False)
+    verdict = judge(report)
+    colour = "green" if report.command is not None else "red"
+    console.print(f"[{colour}]{escape(verdict)}[/]", soft_wrap=True)
     console.print(_pairs(report.model, _facts(report)))
     if report.fits:
         console.print(_formats(report))
@@ -160,6 +181,8 @@ def show(report: ModelReport) -> None:
     if report.drafts:
         console.print(_drafts(report))
     for note in list_notes(report):
+        if note in verdict:
+            continue
         colour = "red" if note.startswith(("not supported", "does not run")) else "yellow"
         console.print(f"[{colour}]{escape(note)}[/]", soft_wrap=True)
 

@@ -101,7 +101,7 @@ def _plan_lines(
     anything.
     """
     larger_than_memory.check_drafts(worker)
-    path = files.resolve(worker.model.model, worker.model.revision)
+    path = files.resolve(*worker.model.source)
     allow, answered_keys = options.allow_special_tokens_in_content, read_answered_keys(options.output_file)
     tokenizer = Tokenizer(path, options.chat_template, special_tokens_in_content=allow)
     job = lengths.survey(options.input_file, tokenizer, longest_request(worker), answered_keys, offload.pad)

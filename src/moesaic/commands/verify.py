@@ -33,7 +33,7 @@ def run(options: Verify, as_json: bool) -> int:
     Raises ConfigError for a model that cannot be loaded or that transformers cannot compute, and for a prompt
     that it does not have.
     """
-    path = files.resolve(options.model, options.revision)
+    path = files.resolve(options.model, options.revision, options.hf_overrides)
     tokens = list(options.prompt_tokens) or _tokens(path, options.prompt or PROMPT)
     kernels = table.pick("cpu", options.kernels)
     kernels.set_threads(options.threads or cores(), False)

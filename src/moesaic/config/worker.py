@@ -45,6 +45,10 @@ class ModelConfig:
     _: KW_ONLY
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key that moesaic refuses and that changes no
+    answer, other values replace, and objects such as text_config are merged. The log names each change. None:
+    config.json as it is."""
     device: Device = "auto"
     """Device that computes. auto takes CUDA if there is a GPU; expert servers take it only when cuda is
     given."""
@@ -77,6 +81,11 @@ class ModelConfig:
     amx_int8, avx2_vnni_int8 and avx2_int8, which round the activations that meet weights in integers to int8.
     amx_bf16x3 splits the activations that meet bf16 weights into three bf16 numbers, which hold a float32,
     and amx_bf16x2 into two, which hold 16 of its 24 bits."""
+
+    @property
+    def source(self) -> tuple[str, str | None, str | None]:
+        """What `models.files.resolve` takes to find the model."""
+        return self.model, self.revision, self.hf_overrides
 
 
 @dataclass(frozen=True)

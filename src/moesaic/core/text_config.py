@@ -9,6 +9,8 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 
 TEXT = "text_config"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of special tokens, of which those beside text_config count."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
             *("image_end_token_id", "video_start_token_id", "video_end_token_id"),
         ),
         ties_embeddings=False,
-        text_types={"glm4v_moe_text": "glm4_moe"},
+        text_types={"glm4v_moe_text": "glm4_moe", "Glm4vMoe_text": "glm4_moe"},
         defaults={"attention_bias": True, "max_position_embeddings": 65536, "partial_rotary_factor": 1.0},
     ),
     "internvl": Wrapper(
@@ -64,7 +66,8 @@ def read_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a parsed config.json says about text: itself, or the text_config of a wrapper.
 
     Keys beside text_config that are not about images are among the keys of the result, so that its reader
-    refuses those that it does not know. Raises CheckpointError for a text_config that is no object.
+    refuses those that it does not know. If both have a key, that of text_config counts, as in transformers;
+    see `find_contradictions`. Raises CheckpointError for a text_config that is no object.
     """
     wrapper = WRAPPERS.get(str(raw.get("model_type")))
     if wrapper is None:
@@ -73,10 +76,13 @@ def read_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: {TEXT}: got {repr(text)[:80]}; allowed: an object")
     kind = str(text.get("model_type"))
+    text = {key: value for key, value in text.items() if key not in wrapper.image_keys}
     outer_keys = {
         key: value
         for key, value in raw.items()
-        if key not in (*wrapper.image_keys, TEXT, "model_type") and value is not None
+        if key not in (*wrapper.image_keys, TEXT, "model_type")
+        and value is not None
+        and (key not in text or key in TOKENS)
     }
     ties_embeddings = raw.get("tie_word_embeddings", wrapper.ties_embeddings) or text.get(
         "tie_word_embeddings", False
@@ -87,3 +93,16 @@ def read_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
         if kind in wrapper.text_types and isinstance(angles, Mapping):  # all its parts are equal for text
             config[name] = {key: value for key, value in angles.items() if key != "mrope_section"}
     return {**config, "model_type": wrapper.text_types.get(kind, text.get("model_type"))}
+
+
+def find_contradictions(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a wrapper that its text_config has with another value, and that value."""
+    wrapper, text = WRAPPERS.get(str(raw.get("model_type"))), raw.get(TEXT)
+    if wrapper is None or not isinstance(text, Mapping):
+        return {}
+    read = (*wrapper.image_keys, *TOKENS, "model_type", "tie_word_embeddings")
+    return {
+        key: text[key]
+        for key, value in raw.items()
+        if key in text and key not in read and value is not None and value != text[key]
+    }

@@ -62,7 +62,7 @@ class Checkpoint:
         self._claimed_names: set[str] = set()
         self._scheme = scheme_of(path)
         self.skipped_patterns = read_skipped_patterns(path)
-        """Patterns of the names of tensors about activations, which are not read."""
+        """Patterns of the names of tensors about activations and the KV cache, which are not read."""
         for shard in sorted(set(self._shard.values())):
             shard_names = set(self._open(shard).keys())
             listed_names = {name for name, file in self._shard.items() if file == shard}

@@ -1,36 +1,17 @@
-"""Reads config.json. Every key is either understood, or refused by name.
+"""Reads config.json. Every key is read, known to change no answer, or refused by name.
 
 Question: Where is an unknown key of config.json refused?
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from moesaic.core.errors import CheckpointError
-
-BENIGN = frozenset(
-    {
-        # Written by transformers, without meaning for inference.
-        "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
-        "initializer_range", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
-        "output_router_logits", "router_aux_loss_coef", "attention_dropout", "_attn_implementation",
-        "torchscript", "problem_type", "id2label", "label2id", "task_specific_params", "tokenizer_class",
-        "chunk_size_feed_forward", "finetuning_task", "prefix", "pruned_heads", "use_bfloat16",
-        "_attn_implementation_autoset", "gradient_checkpointing",
-        # Read by models/quantization.
-        "quantization_config",
-        # Marks that Unsloth adds to checkpoints which it republishes.
-        "unsloth_fixed", "unsloth_version",
-        # How training was split over devices.
-        "pretraining_tp",
-        # Special tokens: generation defaults and the tokenizer handle them.
-        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-        "bos_token", "eos_token", "pad_token",
-    }
-)  # fmt: skip
-"""Keys that do not affect inference."""
+from moesaic.models import known_keys
 
 MOST_INTEGER = 2**31 - 1
 """Largest integer of a config. No size of a model comes near it."""
@@ -53,6 +34,43 @@ def shorten(value: object) -> str:
 def _refuse(name: str, value: object, allowed_values: str) -> CheckpointError:
     got = shorten(repr(value))
     return CheckpointError(f"config.json: {shorten(name)}: got {got}; allowed: {allowed_values}")
+
+
+class UnreadKeyError(CheckpointError):
+    """A key that nothing reads, and that may change answers. The message has the way to leave it out."""
+
+    path: tuple[str, ...] = ()
+    """The names of the objects around the key, and its own."""
+    value: object = None
+
+    @classmethod
+    def of_key(cls, path: Sequence[str], value: object) -> UnreadKeyError:
+        """Returns the error for the key at a path."""
+        defaults = sorted({json.dumps(default) for default in known_keys.find_defaults(path[-1])})
+        case = (
+            f"{' or '.join(defaults)}, transformers' default"
+            if defaults
+            else "keys that this model_type reads or that are known to change no answer"
+        )
+        error = cls(
+            f"config.json: {shorten('.'.join(path))}: got {shorten(repr(value))}; allowed: {case}. "
+            f"If it changes nothing, leave it out: {leave_out(path)}"
+        )
+        error.path, error.value = tuple(path), value
+        return error
+
+
+def leave_out(path: Sequence[str]) -> str:
+    """Returns the flag that drops a key of config.json by hand.
+
+    >>> print(leave_out(("text_config", "gate")))
+    --hf-overrides '{"text_config": {"gate": null}}'
+    """
+    patch: Any = None
+    for name in reversed(path):
+        patch = {name: patch}
+    flag = f"--hf-overrides {shlex.quote(json.dumps(patch))}"
+    return flag if len(flag) <= 2 * _SHOWN else "--hf-overrides"
 
 
 def _is_number(value: object) -> bool:
@@ -181,11 +199,12 @@ class Fields:
         return Fields(value, f"{self._prefix}{name}.")
 
     def ignore(self, *names: str) -> None:
-        """Accepts keys that do not affect inference."""
+        """Accepts keys that do not affect inference, beside those of known_keys.py."""
         self._read_keys.update(names)
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError for the first key that was not read and is not benign."""
-        benign = BENIGN if not self._prefix else frozenset[str]()
-        for name in sorted(self._raw.keys() - self._read_keys - benign):
-            raise _refuse(self._prefix + name, self._raw[name], "keys that this model_type understands")
+        """Raises UnreadKeyError for the first key that was not read and may change answers."""
+        family = None if self._prefix else str(self._raw.get("model_type"))
+        for name in sorted(self._raw.keys() - self._read_keys):
+            if not known_keys.changes_nothing(name, self._raw[name], family):
+                raise UnreadKeyError.of_key((*self._prefix.split(".")[:-1], name), self._raw[name])

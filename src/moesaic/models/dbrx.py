@@ -12,8 +12,9 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import DOWN_COLUMNS
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
-from moesaic.models.config import BENIGN, MOST_LAYERS, Fields
+from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gates import load_gate
+from moesaic.models.known_keys import list_without_effect
 from moesaic.models.layer_norm import Centring, LayerNormBlock
 from moesaic.models.layers import Projection
 from moesaic.models.loader import ExpertNames, Heads, Loader, columns_of
@@ -25,7 +26,10 @@ UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
 EPSILON = 1e-5
 """The epsilon of all norms. It is in no config.json."""
 THETA = 10000.0
-TRAINED = (*BENIGN, "is_encoder_decoder", "model_type", "hidden_size", "attn_pdrop", "moe_jitter_eps")
+TRAINED = (
+    *list_without_effect("dbrx"),
+    *("model_type", "hidden_size", "tie_word_embeddings", "attn_pdrop", "moe_jitter_eps"),
+)
 TRAINED += ("moe_loss_weight", "uniform_expert_assignment")
 """Keys of attn_config and ffn_config that are read elsewhere, or that only training uses."""
 
@@ -72,7 +76,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields = Fields(raw)
     fields.require_value("model_type", "dbrx")
     fields.require_value("tie_word_embeddings", False)
-    fields.ignore("resid_pdrop", "emb_pdrop")
     attention = fields.child("attn_config") or Fields({}, "attn_config.")
     hidden, query = fields.integer("d_model", 2048), fields.integer("n_heads", 16)
     key = attention.integer("kv_n_heads", 1)

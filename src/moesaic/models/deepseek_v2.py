@@ -11,6 +11,7 @@ from moesaic.kernels.gating import Gating
 from moesaic.models import rope
 from moesaic.models.config import Fields
 from moesaic.models.gates import read_groups
+from moesaic.models.gguf.model import METHOD
 from moesaic.models.latent import read_sizes
 from moesaic.models.shared_experts import (
     UNUSED_TENSORS,
@@ -38,16 +39,22 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("model_type", "deepseek_v2")
     fields.require_value("scoring_func", "softmax")
     fields.require_value("mlp_bias", False)
-    # Losses and parallelism of training; widths that follow from other keys.
-    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim", "num_key_value_heads")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     step = fields.integer("moe_layer_freq", 1)
     sparse = tuple(layer for layer in layers_after_dense(fields) if layer % step == 0)
     attention = read_sizes(fields, angles)
-    return read(fields, "deepseek_v2", attention, angles, _gating(fields), sparse, Names(corrections=()))
+    return read(
+        fields, "deepseek_v2", attention, angles, _gating(fields, is_gguf(raw)), sparse, Names(corrections=())
+    )
 
 
-def _gating(fields: Fields) -> Gating:
+def is_gguf(raw: dict[str, Any]) -> bool:
+    """Whether a config is that of a GGUF file."""
+    quantization = raw.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+
+
+def _gating(fields: Fields, is_from_gguf: bool) -> Gating:
     experts = fields.integer("n_routed_experts")
     fields.require_value("topk_method", "greedy", "group_limited_greedy")
     if fields.raw("topk_method", "greedy") == "greedy":
@@ -57,10 +64,9 @@ def _gating(fields: Fields) -> Gating:
         groups, groups_kept = read_groups(fields, experts)
     top_k = fields.integer("num_experts_per_tok", maximum=experts * groups_kept // groups)
     scale = fields.number("routed_scaling_factor", 1.0)
-    if scale != 1.0 or top_k == 1:
-        reason = (
-            "implementations of deepseek_v2 disagree on it with one expert per token or routed_scaling_factor"
-        )
+    # In GGUF files the key means what llama.cpp does.
+    if not is_from_gguf or scale != 1.0 or top_k == 1:
+        reason = "implementations of deepseek_v2 disagree on it: transformers leaves it out"
         fields.require_value("norm_topk_prob", False, None, reason=reason)
     return Gating(
         top_k=top_k,

@@ -42,8 +42,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("model_type", "deepseek_v3", "kimi_k2")
     fields.require_value("moe_layer_freq", 1)
     fields.require_value("num_key_value_heads", fields.integer("num_attention_heads"), None)
-    # Losses and parallelism of training; widths that follow from other keys.
-    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size", "head_dim", "qk_head_dim")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     attention = read_sizes(fields, angles, is_interleaved=fields.flag("rope_interleave", True))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))

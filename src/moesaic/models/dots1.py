@@ -47,7 +47,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields = Fields(DEFAULTS | raw | scoring)  # the makers' files name the gate, which has sigmoids
     fields.require_value("model_type", "dots1")
     fields.require_value("moe_layer_freq", 1)
-    fields.ignore("aux_loss_alpha", "seq_aux", "ep_size")  # losses and parallelism of training
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     gating = read_corrected(fields, fields.integer("n_routed_experts"))

@@ -55,8 +55,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("use_rmsnorm", True)
     fields.require_value("moe_gate", "topk", "top2_fused")
     fields.require_value("moe_use_aux_free", True, reason="the gate has a bias")
-    # Training, and layers that predict several tokens at once, whose tensors have other names here.
-    fields.ignore("moe_capacity", "num_nextn_predict_layers")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 500000.0)
     heads = replace(read_heads(fields, fields.number("rms_norm_eps")), is_interleaved=True)
     attention = GroupedQuery(heads, heads.width)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moesaic.config.environment import cache_folder
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import read_text_config
-from moesaic.models import hub
+from moesaic.models import hub, overrides
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
 from moesaic.models.gguf.hub import HubFile, parse_hub_file
@@ -24,6 +25,8 @@ WEIGHTS = (".safetensors", SUFFIX)
 """How names of files with weights end."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth")
+"""How names of files with pickled weights end."""
 CONFIG_BYTES = 4 << 20
 """Largest config file that is read. Real ones have a few kilobytes."""
 INDEX_BYTES = 64 << 20
@@ -33,8 +36,21 @@ _POINTER_BYTES = 1024
 """Git LFS keeps its pointers smaller than this."""
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None, hf_overrides: str | None = None) -> Path:
     """Returns the directory of a model, given as a path, the word "demo", or a hub id such as "org/name".
+
+    hf_overrides: changes of its config.json, see overrides.py. The directory is then one of links, in the
+    user's cache folder.
+    """
+    path = _resolve(model, revision)
+    if hf_overrides is None:
+        return path
+    patch = overrides.parse(hf_overrides)
+    return overrides.overlay(path, patch, read_config(path), cache_folder() / "overrides")
+
+
+def _resolve(model: str, revision: str | None) -> Path:
+    """Finds or downloads a model.
 
     A model in a GGUF file is that file, or the first of several. It can also be given as its directory, or as
     one in a hub's repository ("org/name:Q4_K_M").
@@ -103,6 +119,8 @@ def _check_directory(path: Path, problem: str) -> Path:
         raise CheckpointError(f"model: {path}: {lookalike_without_config(path) or problem}")
     if (pointer := lfs_pointer_in(path)) is not None:
         raise CheckpointError(f"model: {path}: {pointer}")
+    if (missing := describe_missing_weights([file.name for file in path.iterdir()])) is not None:
+        raise CheckpointError(f"model: {path}: {missing}")
     return path
 
 
@@ -152,13 +170,31 @@ class FoundModel:
         return file if self.files is not None and file.is_file() else None
 
 
-def find(model: str, folder: Path, revision: str | None = None) -> FoundModel:
+def find(
+    model: str, folder: Path, revision: str | None = None, hf_overrides: str | None = None
+) -> FoundModel:
     """Finds a model as `resolve` does, but does not download its weights. A path of a config.json is found,
     too.
 
     folder: gets config.json and the index of tensors of a hub id that is not in the local cache, or the
-    headers of its GGUF files. Raises ConfigError in one line.
+    headers of its GGUF files, and what `hf_overrides` changes. Raises ConfigError in one line.
     """
+    source = _find(model, folder, revision)
+    return source if hf_overrides is None else _change(source, overrides.parse(hf_overrides), folder)
+
+
+def _change(source: FoundModel, patch: dict[str, Any], folder: Path) -> FoundModel:
+    """The model with changes of its config.json."""
+    if source.directory is not None:
+        directory = overrides.overlay(source.directory, patch, source.read(), folder)
+        return replace(source, config=directory / overrides.CONFIG, directory=directory)
+    config = folder / overrides.CONFIG
+    config.write_text(json.dumps(overrides.merge(source.read(), patch)), encoding="utf-8")
+    return replace(source, config=config)
+
+
+def _find(model: str, folder: Path, revision: str | None) -> FoundModel:
+    """Finds a model without changes."""
     path = Path(model).expanduser()
     if path.is_file() and path.suffix == ".json":
         if revision is not None:
@@ -237,6 +273,10 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
 
+    def join_ends(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Returns the ids that end an answer: those of the files, and those of the tokenizer."""
+        return tuple(sorted({*self.eos_token_ids, *token_ids}))
+
     @property
     def sampling(self) -> dict[str, Any]:
         """The specified values, by the names of SamplingParams."""
@@ -274,6 +314,26 @@ def _ids(value: object) -> set[int]:
     """Returns an id, a list of ids or None as a set."""
     items = value if isinstance(value, list) else [value]
     return {item for item in items if isinstance(item, int) and not isinstance(item, bool)}
+
+
+def describe_missing_weights(names: Collection[str]) -> str | None:
+    """Says why the files of these names have no weights that are read. None if they have some.
+
+    >>> describe_missing_weights(["config.json", "model-00001-of-00002.safetensors"])
+    'holds shards such as model-00001-of-00002.safetensors but no model.safetensors.index.json: download it'
+    """
+    if {SINGLE, INDEX} & set(names):
+        return None
+    shards = sorted(name for name in names if name.endswith(".safetensors"))
+    pickles = sorted(name for name in names if name.endswith(PICKLES))
+    if shards:
+        return f"holds shards such as {shards[0]} but no {INDEX}: download it"
+    if pickles:
+        return (
+            f"holds {pickles[0]} but no safetensors; pickled weights can run code and are not read: convert "
+            "them to safetensors"
+        )
+    return None
 
 
 def lookalike_without_config(path: Path) -> str | None:

@@ -31,8 +31,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("moe_layer_freq", 1)
     fields.require_value("num_key_value_heads", fields.integer("num_attention_heads"), None)
     fields.require_value("partial_rotary_factor", 1.0, 1, None, reason="this model rotates whole heads")
-    # Widths that follow from other keys.
-    fields.ignore("head_dim", "qk_head_dim")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     attention = read_sizes(fields, angles, is_interleaved=fields.flag("rope_interleave", True))
     gating = read_corrected(fields, fields.integer("n_routed_experts"))

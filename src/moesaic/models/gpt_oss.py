@@ -80,7 +80,6 @@ def parse(raw: dict[str, Any]) -> Config:
     )
     fields.require_value("model_type", "gpt_oss")
     fields.require_value("hidden_act", "silu")
-    fields.ignore("initial_context_length")  # the rotary keys say it too
     experts, max_position = (
         fields.integer("num_local_experts", 128),
         fields.integer("max_position_embeddings", 131072),

@@ -52,6 +52,7 @@ def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
     fields.require_value("model_type", "granitemoe")
+    fields.require_value("position_embedding_type", "rope", None)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     scale, residual = _factor(fields, "attention_multiplier"), _factor(fields, "residual_multiplier")
     factors = Multipliers(

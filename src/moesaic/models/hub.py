@@ -20,8 +20,12 @@ from moesaic.models.gguf.hub import HubFile, read_header
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab*", "merges.txt"]
 """Files to download from a hub: weights as safetensors, never pickles or code."""
-IGNORED = ["*/*", "consolidated*"]
-"""Copies of the weights in other layouts, which some repositories have beside the one that is read."""
+IGNORED = [
+    *(f"*/{pattern}" for pattern in PATTERNS if pattern != "*.jinja"),
+    *("tokenizer*/*", "vocab*/*", "consolidated*"),
+]
+"""Copies of the weights in other layouts, which some repositories have beside the one that is read. Chat
+templates may be in a folder."""
 CONFIG = "config.json"
 SECONDS = 30.0
 """How long a request for a part of a file may wait for bytes. A hub answers in less than one."""

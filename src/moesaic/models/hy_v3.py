@@ -58,9 +58,6 @@ def parse(raw: dict[str, Any]) -> Config:
         "expert_hidden_dim", fields.integer("moe_intermediate_size"), None, reason="the other name"
     )
     fields.integer("num_shared_experts")  # zero is refused
-    # Types of sums that are float32 here, and how another program multiplies.
-    fields.ignore("enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine")
-    fields.ignore("use_grouped_mm")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 11_158_840.0)
     heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     gating = Gating(

@@ -48,8 +48,6 @@ def parse(raw: dict[str, Any]) -> Config:
     keys = Keys("num_experts" if "num_experts" in raw else "num_local_experts", shared_experts=None)
     fields = Fields(DEFAULTS | {keys.experts: 64} | raw | {"num_nextn_predict_layers": 0})
     fields.require_value("model_type", "mellum")
-    # Layers that predict several tokens at once.
-    fields.ignore("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
     layers, heads = num_layers(fields), read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
     angles = _angles(fields)
     gating = Gating(

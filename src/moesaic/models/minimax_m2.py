@@ -86,6 +86,3 @@ def _read_makers_keys(fields: Fields) -> None:
             f"config.json: attn_type_list: got {shorten(repr(kinds))}; allowed: 1 for each of "
             f"{num_layers(fields)} layers"
         )
-    # Training, layers that predict several tokens at once (the files have none), widths of absent parts.
-    fields.ignore("router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    fields.ignore("mlp_intermediate_size", "shared_moe_mode")

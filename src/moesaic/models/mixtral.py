@@ -60,7 +60,6 @@ def parse(raw: dict[str, Any]) -> Config:
     fields = Fields(raw)
     fields.require_value("model_type", "mixtral")
     fields.require_value("hidden_act", "silu")
-    fields.ignore("router_jitter_noise")  # only used in training
     max_position = fields.integer("max_position_embeddings", 131072)
     experts = fields.integer("num_local_experts", 8)
     config = Config(

@@ -39,8 +39,6 @@ class Config:
     sparse_step: int
     dense_layers: tuple[int, ...]
     window: int | None
-    window_from: int
-    """First layer with a sliding window."""
     max_position: int
     rope: rope.RopeConfig
 
@@ -58,9 +56,7 @@ class Config:
             max_position=max(self.max_position, self.rope.reach),
             heads=self.heads.query,
             kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
-            sliding_windows=tuple(
-                self.window if layer >= self.window_from else None for layer in range(self.num_layers)
-            ),
+            sliding_windows=(self.window,) * self.num_layers,
         )
 
 
@@ -77,7 +73,11 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("num_local_experts", experts)
     max_position = fields.integer("max_position_embeddings", 32768)
     window = fields.maybe_integer("sliding_window")
-    has_windows = fields.flag("use_sliding_window", False)
+    has_windows = fields.flag("use_sliding_window", False) and window is not None
+    if has_windows:
+        reason = "transformers gives every layer the window, the makers' code only those from this one on"
+        fields.require_value("max_window_layers", 0, None, reason=reason)
+    fields.ignore("max_window_layers")
     config = Config(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -93,7 +93,6 @@ def parse(raw: dict[str, Any]) -> Config:
         sparse_step=fields.integer("decoder_sparse_step", 1),
         dense_layers=fields.integers("mlp_only_layers"),
         window=window if has_windows else None,
-        window_from=fields.integer("max_window_layers", 0, minimum=0),
         max_position=max_position,
         rope=rope.read(fields, max_position, 10000.0),
     )

@@ -87,6 +87,8 @@ def parse(raw: dict[str, Any]) -> Config:
     fields.require_value("hidden_act", "silu")
     fields.require_value("attn_output_gate", True)
     fields.require_value("use_sliding_window", False)
+    # transformers has no such key: linear attention's output is gated by silu, which makers also call swish.
+    fields.require_value("output_gate_type", "swish", "silu", None)
     kind, epsilon = raw.get("model_type", KINDS[0]), fields.number("rms_norm_eps", 1e-6)
     newer = kind != KINDS[0]
     layers = fields.integer("num_hidden_layers", maximum=MOST_LAYERS)
@@ -95,7 +97,6 @@ def parse(raw: dict[str, Any]) -> Config:
     partial = fields.number_above("partial_rotary_factor", 0.0, PARTIAL)
     if newer:
         fields.require_value("norm_topk_prob", True)
-        fields.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
     config = Config(
         model_type=kind,
         vocab_size=fields.integer("vocab_size"),

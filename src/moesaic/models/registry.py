@@ -6,7 +6,8 @@ Question: How is a model loaded from a directory?
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.routing import RoutedModel
-from moesaic.core.text_config import TEXT, WRAPPERS, read_text_config
+from moesaic.core.text_config import TEXT, WRAPPERS, find_contradictions, read_text_config
 from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed, is_quantized, split_dtype
 from moesaic.kernels.matrix import Weight
 from moesaic.kernels.table import REFERENCE, Kernels
@@ -25,11 +26,12 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
-from moesaic.models.config import shorten
+from moesaic.models.config import UnreadKeyError, leave_out, shorten
 from moesaic.models.conversion import CountingClaims
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
+from moesaic.models.known_keys import changes_nothing
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
 from moesaic.models.loader import Loader, quantised_experts
@@ -40,6 +42,7 @@ from moesaic.models.shard import WHOLE, Shard
 from moesaic.models.spec import NO_MULTIPLIERS, ModelSpec, Multipliers
 from moesaic.models.wrapped_names import IMAGES
 
+_log = logging.getLogger(__name__)
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
@@ -117,6 +120,8 @@ def load(
         model = with_prediction(model, file, config, loader, with_experts)
     images = IMAGES if checkpoint.is_wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec), *images))
+    for sentence in describe_unused(read_config(path), checkpoint.names):
+        _log.warning("%s", sentence)
     return model
 
 
@@ -205,6 +210,19 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
         _claim(file, config, claims)
         claims.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec)))
     return spec
+
+
+def describe_unused(raw: dict[str, Any], names: Collection[str]) -> list[str]:
+    """Says which tensors of a checkpoint are understood and not used, one sentence each.
+
+    raw: its parsed config.json. names: those of its tensors; empty if they are not known.
+    """
+    return quantization.describe_unused(raw, names)
+
+
+def describe_quantizer(names: Collection[str], raw: dict[str, Any]) -> str | None:
+    """Says which program quantised a checkpoint if only one of its files, by these names, tells it."""
+    return quantization.describe_quantizer(names, raw)
 
 
 def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
@@ -341,13 +359,33 @@ def _parse_config(raw_config: dict[str, Any], path: Path) -> tuple[ModelFile, An
     """The model file of a parsed config.json, and its config."""
     quantization.parse(raw_config)
     raw = read_text_config(raw_config)
+    _refuse_contradictions(raw_config)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
         key = f"{TEXT}.model_type" if str(raw_config.get("model_type")) in WRAPPERS else "model_type"
         allowed_types = f"{', '.join(sorted(MODELS))}, and around one of them {', '.join(WRAPPERS)}"
         raise CheckpointError(f"{path}: {key}: got {shorten(repr(model_type))}; allowed: {allowed_types}")
     file = MODELS[model_type]
-    return file, file.parse(raw)
+    try:
+        return file, file.parse(raw)
+    except UnreadKeyError as error:
+        if str(raw_config.get("model_type")) in WRAPPERS and error.path[0] in raw_config[TEXT]:
+            raise UnreadKeyError.of_key((TEXT, *error.path), error.value) from None
+        raise
+
+
+def _refuse_contradictions(raw_config: dict[str, Any]) -> None:
+    """Raises CheckpointError for a key that a wrapper and its text_config have with different values.
+
+    Keys beside text_config may be neutral or at their generic defaults. Those of text_config count.
+    """
+    for name, inner in find_contradictions(raw_config).items():
+        if not changes_nothing(name, raw_config[name], str(raw_config.get("model_type"))):
+            got = shorten(repr(raw_config[name]))
+            raise CheckpointError(
+                f"config.json: {shorten(name)}: got {got}; allowed: {shorten(repr(inner))}, as in {TEXT}. "
+                f"If it changes nothing, leave it out: {leave_out([name])}"
+            )
 
 
 def _stamp(*files: Path) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import shorten
-from moesaic.models.files import INDEX, INDEX_BYTES, SINGLE, read_json
+from moesaic.models.files import INDEX, INDEX_BYTES, SINGLE, describe_missing_weights, read_json
 from moesaic.models.gguf.header import Tensor, is_gguf
 from moesaic.models.gguf.model import Model
 from moesaic.models.pages import prefer_huge
@@ -51,17 +51,17 @@ def shards(path: Path) -> dict[str, Path]:
                 raise CheckpointError(
                     f"{path / INDEX}: weight_map: got {shorten(shard)}; allowed: names of files"
                 )
+        if (path / SINGLE).is_file() and SINGLE not in map(str, table.values()):
+            raise CheckpointError(
+                f"{path}: holds {SINGLE} beside {INDEX} of other files; allowed: one of the two. Remove the "
+                "one that is out of date"
+            )
         # Only the last part of a path, so that an index cannot name a file outside of its directory.
         return {str(name): path / Path(str(shard)).name for name, shard in table.items()}
     if (path / SINGLE).is_file():
         return dict.fromkeys(_safetensors(path / SINGLE).keys(), path / SINGLE)
-    pickles = sorted(path.glob("*.bin")) + sorted(path.glob("*.pt")) + sorted(path.glob("*.pth"))
-    if pickles:
-        raise CheckpointError(
-            f"{path}: holds {pickles[0].name} but no safetensors; pickled weights can run code "
-            "and are not read: convert them to safetensors"
-        )
-    raise CheckpointError(f"{path}: holds neither {SINGLE} nor {INDEX}")
+    problem = describe_missing_weights([file.name for file in path.glob("*")])
+    raise CheckpointError(f"{path}: {problem or f'holds neither {SINGLE} nor {INDEX}'}")
 
 
 def open_tensor_file(path: Path, file: Path, huge: bool) -> TensorFile:

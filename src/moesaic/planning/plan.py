@@ -126,7 +126,7 @@ def _experts_of_rank(worker: WorkerConfig, model: ModelSizes) -> int:
 
     Raises ConfigError if the heads cannot be divided, and for a placement of another model's experts.
     """
-    parallel, path = worker.parallel, files.resolve(worker.model.model, worker.model.revision)
+    parallel, path = worker.parallel, files.resolve(*worker.model.source)
     registry.read_spec(path, Shard(0, parallel.tensor_parallel_size))
     if parallel.placement is None:
         return math.ceil(model.experts / parallel.tensor_parallel_size)
@@ -195,7 +195,7 @@ def longest_request(worker: WorkerConfig) -> int:
 
     Raises ConfigError for a --max-model-len above the model's own.
     """
-    model_limit = registry.read_spec(files.resolve(worker.model.model, worker.model.revision)).max_position
+    model_limit = registry.read_spec(files.resolve(*worker.model.source)).max_position
     max_model_len = worker.model.max_model_len or model_limit
     if max_model_len > model_limit:
         raise ConfigError.field("--max-model-len", max_model_len, f"at most {model_limit}, the model's own")
@@ -268,7 +268,7 @@ def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
 
     Raises ConfigError for another model's profile.
     """
-    path = files.resolve(worker.model.model, worker.model.revision)
+    path = files.resolve(*worker.model.source)
     has_tied_embeddings = registry.has_tied_embeddings(
         path
     )  # first, since it checks the sizes that are read without a check

@@ -39,7 +39,7 @@ def build_worker(context: WorkerContext) -> tuple[Worker, WorkerInfo]:
 
     Raises ConfigError or CheckpointError, one line each, when something does not fit.
     """
-    path = files.resolve(context.config.model.model, context.config.model.revision)
+    path = files.resolve(*context.config.model.source)
     stamp = context.config.checkpoint_stamp or fingerprint.stamp(path)
     context = replace(context, config=replace(context.config, checkpoint_stamp=stamp))
     with out_of_memory.explain(context.config), fingerprint.guard_unchanged(path, stamp):

@@ -33,7 +33,7 @@ def check_memory(config: WorkerConfig, max_model_len: int) -> None:
     cache that is larger than the machine's memory, or too small for one request of the maximum length.
     """
     device = select_device(config.model)
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     spec = registry.read_spec(path, Shard(0, config.parallel.tensor_parallel_size))
     # The dtype of a model on a GPU is not known before it is loaded. The smallest refuses nothing that
     # fits.

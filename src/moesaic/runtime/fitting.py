@@ -89,7 +89,7 @@ def fit(config: WorkerConfig, cluster: ClusterConfig | None = None) -> Fit:
     if select_device(config.model).type == "cuda":
         return Fit(config)
     spec = registry.read_spec(
-        files.resolve(config.model.model, config.model.revision),
+        files.resolve(*config.model.source),
         Shard(0, config.parallel.tensor_parallel_size),
     )
     return _Fitting(config, cluster, spec, measure_need(config, cluster, spec), available_memory()).decide()
@@ -97,7 +97,7 @@ def fit(config: WorkerConfig, cluster: ClusterConfig | None = None) -> Fit:
 
 def measure_need(config: WorkerConfig, cluster: ClusterConfig, spec: ModelSpec) -> MemoryNeed:
     """What a model takes beside its cache. Only headers of the files are read."""
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     kernels = table.pick("cpu", config.model.kernels)
     claims = registry.claim_outside_experts(path, kernels, config.model.dtype)
     layout = read_expert_layout(config.model) if spec.moe_layers else None
@@ -183,7 +183,7 @@ class _Fitting:
 
     def _length_of_short_factors(self) -> int:
         """The longest maximum length with which rotary position embedding has its short factors; 0: any."""
-        path = files.resolve(self.config.model.model, self.config.model.revision)
+        path = files.resolve(*self.config.model.source)
         rope = getattr(registry.model_file(path)[1], "rope", None)
         return rope.original if isinstance(rope, RopeConfig) and rope.long_factors else 0
 

@@ -94,7 +94,7 @@ def build_levels(
 
     owned_experts: layer -> the experts of this process; None: all experts.
     """
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     experts_by_layer = owned_experts or {layer: range(layout.num_experts) for layer in layout.layers}
     static_lists = {
         layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()

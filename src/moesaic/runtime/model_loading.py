@@ -58,7 +58,7 @@ def load_model(
     (return_freed_memory if own_memory else keep_freed_memory)()
     device = select_device(config)
     kernels = table.pick(str(device), config.kernels)
-    path = files.resolve(config.model, config.revision)
+    path = files.resolve(*config.source)
     with_experts = expert_layout is None
     use_mmap = config.mmap and not own_memory
     model = registry.load(
@@ -128,7 +128,7 @@ def read_expert_layout(config: ModelConfig, predicting: bool = False) -> ExpertL
 
     predicting: with those of the layer that predicts the token after the next one.
     """
-    device, path = str(select_device(config)), files.resolve(config.model, config.revision)
+    device, path = str(select_device(config)), files.resolve(*config.source)
     kernels = table.pick(device, config.kernels)
     return registry.expert_layout(path, kernels, device, config.dtype, predicting)
 
@@ -154,7 +154,7 @@ def choose_kv_dtype(config: CacheConfig, loaded_model: LoadedModel) -> torch.dty
 
 def context_length(config: ModelConfig) -> int:
     """Maximum tokens of a request. Raises ConfigError if --max-model-len is above the model's own."""
-    limit = registry.read_spec(files.resolve(config.model, config.revision)).max_position
+    limit = registry.read_spec(files.resolve(*config.source)).max_position
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:

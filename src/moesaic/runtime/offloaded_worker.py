@@ -222,7 +222,7 @@ def paged_layout(config: ModelConfig) -> ExpertLayout:
     Raises ConfigError for experts that the kernels cannot use as they are stored: only quantised experts,
     compressed ones and those in columns are converted.
     """
-    path = files.resolve(config.model, config.revision)
+    path = files.resolve(*config.source)
     layout = read_expert_layout(config)
     _require_like_types(layout, path)
     headers, first = Headers(path), layout.tensors(layout.layers[0], 0)[0]
@@ -254,7 +254,7 @@ def find_conversion(config: ModelConfig) -> tuple[str, int, Callable[[], object]
 
     None if nothing is converted. Raises ConfigError as `paged_layout` does.
     """
-    layout, path = paged_layout(config), files.resolve(config.model, config.revision)
+    layout, path = paged_layout(config), files.resolve(*config.source)
     headers = Headers(path)
     expert_conversion = conversion_of(headers, layout)
     if expert_conversion is None:
@@ -279,7 +279,7 @@ def join(
 
     caches: of all layers. observe: gets the tasks and times of every pass.
     """
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     memory = build_levels(config, offload, loaded_model, layout)
     slow = None
     split = offload.schedule == "split"

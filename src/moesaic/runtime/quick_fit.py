@@ -31,7 +31,7 @@ def resolve_processes(config: WorkerConfig, cluster: ClusterConfig | None) -> Cl
 def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> bool:
     """Whether `fitting.fit` would certainly change nothing. False: only headers of the files tell."""
     cluster = resolve_processes(config, cluster)
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     weight_files = [
         file for file in files.model_files(path) if file.suffix in files.WEIGHTS and file.is_file()
     ]

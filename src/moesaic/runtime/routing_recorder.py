@@ -160,7 +160,7 @@ def build_recorder(config: WorkerConfig, spec: ModelSpec, sink: RowSink | None) 
         return None
     if not spec.moe_layers:
         raise ConfigError.field("model", config.model.model, "one with routed experts, to record its routing")
-    routed_model = spec.to_routed_model(origin(files.resolve(config.model.model, config.model.revision)))
+    routed_model = spec.to_routed_model(origin(files.resolve(*config.model.source)))
     if sink is None and config.record is not None:
         sink = RowFile(Path(config.record), routed_model)
     assert sink is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
@@ -13,9 +12,10 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import Metaspace
 
+from moesaic.core.end_tokens import ENDS
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError, TemplateError
 from moesaic.models.gguf.header import is_gguf
-from moesaic.text import gguf_tokenizer, tiktoken_model
+from moesaic.text import added_tokens, gguf_tokenizer, tiktoken_model
 from moesaic.text.templates import content
 from moesaic.text.templates.pool import Renderers
 from moesaic.text.templates.renderer import Limits
@@ -24,9 +24,9 @@ from moesaic.text.tiktoken_model import byte_level_alphabet as byte_level_alphab
 FAST = "tokenizer.json"
 REPLACEMENT = "\ufffd"
 ALLOW = "--allow-special-tokens-in-content"
-MOST_SETTINGS = 16 << 20
-"""Largest tokenizer_config.json in bytes. Real ones have less than one MB, with thousands of added tokens."""
 DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of templates that are called as its files are."""
 
 
 class Tokenizer:
@@ -53,16 +53,15 @@ class Tokenizer:
         if is_gguf(path):
             self._tokenizer, self.settings = gguf_tokenizer.read(path)
         else:
-            settings_file = path / "tokenizer_config.json"
-            self.settings = _read_settings(settings_file) if settings_file.is_file() else {}
+            self.settings = added_tokens.read_settings(path)
             self._tokenizer = _read_tokenizer(path, self.settings)
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes_of_character = byte_level_alphabet()
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._anchor_text = self.decode(self._anchor)
         self._bos = self._missing_bos()
-        added_tokens = self._tokenizer.get_added_tokens_decoder().items()
-        self.special_tokens = {token.content: number for number, token in added_tokens if token.special}
+        decoder = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: number for number, token in decoder if token.special}
         """Text -> id. Models are trained on what they stand for, which is no text."""
         self._special = content.SpecialTokens(list(self.special_tokens))
         unknown_tokens = {
@@ -71,7 +70,7 @@ class Tokenizer:
         }
         self._normalized_tokens = {
             number: token.content
-            for number, token in added_tokens
+            for number, token in decoder
             if token.special and token.normalized and token.content not in unknown_tokens
         }
         """Id -> text of the special tokens that the tokenizer looks for in normalized text."""
@@ -86,6 +85,16 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Maximum number of characters that one token stands for, in normalised text."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer by the tokenizer's files: its eos_token, and known ends of turns."""
+        names = (
+            self._special_tokens().get("eos_token"),
+            *(end for end in ENDS if end in self.special_tokens),
+        )
+        token_ids = {self._tokenizer.token_to_id(name) for name in names if name}
+        return tuple(sorted(token_id for token_id in token_ids if token_id is not None))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of `text`. Raises RequestError if it cannot be encoded as UTF-8."""
@@ -324,17 +333,21 @@ class Tokenizer:
     def _find_template(self, path: Path, override: Path | None) -> tuple[str | None, Path]:
         """The source of the chat template, or None, and where it was found."""
         source: Any = self.settings.get("chat_template")
+        named_templates = [
+            {"name": file.stem, "template": _read_template(file)} for file in _list_more_templates(path)
+        ]
         if isinstance(source, list):
-            source = join_named_templates(source)
+            source = join_named_templates([*source, *named_templates])
         # As in transformers, the file takes precedence over the template in tokenizer_config.json.
         file = override or path / "chat_template.jinja"
         if override is not None and not file.is_file():
             raise ConfigError.field("--chat-template", str(file), "a file with a Jinja template")
         if file.is_file():
-            try:
-                source = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise CheckpointError(f"{file}: a chat template that is not UTF-8: {error.reason}") from error
+            source = _read_template(file)
+            if override is None and named_templates:
+                source = join_named_templates(
+                    [{"name": DEFAULT_TEMPLATE, "template": source}, *named_templates]
+                )
         if source is not None and not isinstance(source, str):
             raise CheckpointError(f"{path}: chat_template: got {source!r}; allowed: a text")
         return source, override or path
@@ -358,6 +371,7 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> tokenizers.Token
     # tokenizer.json may set both. A prompt must be neither cut nor filled up.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    added_tokens.add(tokenizer, path, settings)
     return tokenizer
 
 
@@ -368,6 +382,18 @@ def _start_renderers(source: str, path: Path, limits: Limits) -> Renderers:
     except TemplateError as error:
         outcome = f"is damaged: {error}" if error.is_refusal else f"{error}, while it was compiled"
         raise CheckpointError(f"{path}: the chat template {outcome}") from error
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: a chat template that is not UTF-8: {error.reason}") from error
+
+
+def _list_more_templates(path: Path) -> list[Path]:
+    """The files of chat templates with names of their own, which newer programs write."""
+    return [] if is_gguf(path) else sorted((path / MORE_TEMPLATES).glob("*.jinja"))
 
 
 def _not_text(token: str, reason: str) -> RequestError:
@@ -392,18 +418,6 @@ def _join_text(content: object) -> str:
         choices = 'a text, or a list of {"type": "text", "text": ...}'
         raise RequestError(f"messages: content: got {wrong!r}; allowed: {choices}", "messages")
     return "\n".join(text for text in texts if text is not None)
-
-
-def _read_settings(file: Path) -> dict[str, Any]:
-    try:
-        if file.stat().st_size > MOST_SETTINGS:
-            raise ValueError(f"it has more than {MOST_SETTINGS} bytes")
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return settings
 
 
 def join_named_templates(entries: Sequence[Any]) -> Any:

@@ -110,7 +110,7 @@ def run(
 ) -> Report:
     """Load the model, run the prompts, and write the profile."""
     prompts = read(options.prompts, options.max_prompts)
-    path = files.resolve(model.model, model.revision)
+    path = files.resolve(*model.source)
     spec = routed_model(path)
     if not spec.layers:
         raise ConfigError.field("model", model.model, "one with routed experts")

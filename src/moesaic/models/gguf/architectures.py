@@ -146,7 +146,6 @@ def _qwen3_next(meta: Metadata, has_tensor: HasTensor) -> Config:
 
 def _qwen3_5(meta: Metadata, has_tensor: HasTensor) -> Config:
     meta.require_value("expert_weights_norm", True)
-    meta.raw("rope.dimension_sections", None)  # angles of images; text has the same in all
     return {"model_type": "qwen3_5_moe_text", **_linear(meta), "attention_bias": has_tensor("attn_q.bias")}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import shorten
+from moesaic.models.known_keys import is_neutral
 
 _REQUIRED = object()
 IGNORED = (
@@ -17,8 +18,23 @@ IGNORED = (
     "attention.causal",
     "attention.layer_norm_epsilon",
     "tensor_data_layout",
+    "rope.dimension_sections",  # angles of images; text has the same in all
 )
 """Keys after the architecture that do not matter."""
+NEUTRAL = {
+    "rope.scale_linear": 1.0,
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "attention.scale_factor": 1.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "expert_weights_scale": 1.0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "interleave_moe_layer_step": 1,
+}
+"""Keys that change nothing with this value. So does any key that is null, false, zero or empty."""
 
 
 def shortest(value: float) -> float:
@@ -94,7 +110,12 @@ class Metadata:
     def refuse_unread(self) -> None:
         """Raises CheckpointError for the first key of the architecture that was not read."""
         left = sorted(
-            key for key in self._metadata if key.startswith(self._front) and key not in self._read_keys
+            key
+            for key, value in self._metadata.items()
+            if key.startswith(self._front)
+            and key not in self._read_keys
+            and not is_neutral(value)
+            and value != NEUTRAL.get(key.removeprefix(self._front))
         )
         if left:
             raise CheckpointError(

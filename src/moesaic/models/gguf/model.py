@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moesaic.core.end_tokens import ENDS
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import shorten
 from moesaic.models.gguf import header
@@ -20,8 +21,6 @@ METHOD = "gguf"
 """quant_method of its config, whether or not tensors are quantised."""
 CONTROL = 3
 """Type of special tokens in tokenizer.ggml.token_type."""
-ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|return|>", "<|call|>")
-"""Special tokens that end an answer wherever a vocabulary has them. Files name one of them, or two."""
 _GATES = ("gate.weight", "router.weight", "router.layer.weight")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
@@ -47,6 +46,12 @@ class Model:
         self._headers = {file: header.read(file) for file in self.files}
         self.metadata: Mapping[str, Any] = self._headers[path].metadata
         """The metadata of the first file, which stands for the whole model."""
+        count = self.metadata.get("split.count")
+        if isinstance(count, int) and count > 1 and count != len(self.files):
+            raise CheckpointError(
+                f"{path}: split.count: got {count}; allowed: {len(self.files)}, the files of this model. A "
+                "split model has files NAME-00001-of-0000N.gguf"
+            )
 
     def texts(self, key: str) -> list[str] | None:
         """A list of texts of the metadata; None if there is no such list."""

@@ -40,15 +40,19 @@ class PackedIntegers:
     group: int
     """Columns of a group; -1: a row is a group."""
     symmetric: bool
+    in_order: bool = True
+    """Whether groups are columns side by side. Else `weight_g_idx` gives each column any group, and the
+    matrices become float32."""
 
     @property
     def dtype(self) -> str:
-        return f"int{self.bits}" + ("" if self.symmetric else "_offset")
+        return (f"int{self.bits}" + ("" if self.symmetric else "_offset")) if self.in_order else "float32"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight_packed") is None:
             return None
-        groups = groups_of(name, columns, self.group, QUANTIZATIONS[self.dtype].group)
+        unit = QUANTIZATIONS[self.dtype].group if self.in_order else 1
+        groups = groups_of(name, columns, self.group, unit)
         per_word = 32 // self.bits
         parts = [
             Part(f"{name}.weight_packed", ("I32",), (rows, -(-columns // per_word))),
@@ -57,7 +61,35 @@ class PackedIntegers:
         ]
         if not self.symmetric:
             parts.append(Part(f"{name}.weight_zero_point", ("I32",), (-(-rows // per_word), groups)))
+        if not self.in_order:
+            parts.append(Part(f"{name}.weight_g_idx", ("I32",), (columns,)))
+            return Matrix(
+                name, rows, columns, self.dtype, tuple(parts), partial(self._make_ordered, rows, columns)
+            )
         return Matrix(name, rows, columns, self.dtype, tuple(parts), partial(self._make, rows, columns))
+
+    def _make_ordered(
+        self,
+        rows: int,
+        columns: int,
+        words: npt.NDArray[np.int32],
+        scales: Floats,
+        shape: npt.NDArray[np.int64],
+        *extra_arrays: npt.NDArray[np.int32],
+    ) -> Floats:
+        """The numbers. extra_arrays: zero points if it is asymmetric, and the group of each column."""
+        group_of = extra_arrays[-1]
+        wrong = group_of[(group_of < 0) | (group_of >= scales.shape[1])]
+        if len(wrong):
+            raise CheckpointError(f"weight_g_idx: got {wrong[0]}; allowed: 0 to {scales.shape[1] - 1}")
+        if shape.tolist() != [rows, columns]:
+            raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
+        zero = np.full_like(scales, 1 << (self.bits - 1))
+        if len(extra_arrays) > 1:
+            zero = unpack(np.ascontiguousarray(extra_arrays[0].T), self.bits, rows).T.astype(np.float32)
+        codes = unpack(words, self.bits, columns)
+        numbers: Floats = (codes - zero[:, group_of]) * scales[:, group_of]
+        return numbers
 
     def _make(
         self,
@@ -132,11 +164,17 @@ def parse(fields: Fields) -> Scheme:
     matrix is quantised if the checkpoint has its quantised tensors.
     """
     fields.require_value("quantization_status", "compressed", "frozen", None)
-    fields.require_value("kv_cache_scheme", None)
-    fields.require_value("sparsity_config", None, {})
+    sparsity = fields.child("sparsity_config")
+    if sparsity is not None:
+        sparsity.require_value("format", "dense", None)
+        sparsity.ignore(
+            "targets", "ignore", "global_sparsity", "sparsity_structure", "registry_requires_subclass"
+        )
+        sparsity.refuse_unread()
     fields.require_value("moe_sparsity_config", None, {})
     fields.require_value("transform_config", None, {})
     fields.ignore("quant_method", "ignore", "version", "global_compression_ratio")
+    fields.ignore("kv_cache_scheme")  # the cache has a type of its own
     form = _form(fields.raw("format", None), "quantization_config.format")
     groups = fields.raw("config_groups", None)
     fields.refuse_unread()
@@ -180,7 +218,8 @@ def _scheme(group: Fields, form: Any) -> Scheme:
     size = weights.integer("group_size") if strategy == "group" else -1
     symmetric, block = weights.flag("symmetric", True), weights.raw("block_structure", None)
     weights.require_value("dynamic", False)
-    weights.require_value("actorder", None, "static", "weight", reason="its columns are not in another order")
+    weights.require_value("actorder", None, "static", "weight", "group")
+    in_order = weights.raw("actorder", None) != "group"
     weights.ignore("group_size", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     weights.refuse_unread()
     if kind == "float" and bits == 8 and symmetric and strategy in ("tensor", "channel", "block"):
@@ -191,7 +230,13 @@ def _scheme(group: Fields, form: Any) -> Scheme:
             f"config.json: quantization_config: got {got}; allowed: int of 4 or 8 bits by group or channel, "
             "symmetric float of 8 bits by tensor, channel or block"
         )
-    return PlainIntegers(size, symmetric) if form in FORMATS[1:] else PackedIntegers(bits, size, symmetric)
+    if form not in FORMATS[1:]:
+        return PackedIntegers(bits, size, symmetric, in_order or strategy != "group")
+    if not in_order:
+        raise CheckpointError(
+            f"config.json: quantization_config: got actorder 'group' with {form}; allowed: with {FORMATS[0]}"
+        )
+    return PlainIntegers(size, symmetric)
 
 
 def _block(block: Any) -> tuple[int, int]:

@@ -48,9 +48,10 @@ class Fp8:
 
 def parse(fields: Fields) -> Fp8:
     """Reads quantization_config with quant_method "fp8". What is said of activations is not used."""
-    fields.require_value("fmt", "e4m3", None)
+    fields.require_value("fmt", "e4m3", "float8_e4m3fn", None)
     fields.require_value("activation_scheme", "dynamic", "static", None)
     fields.ignore("modules_to_not_convert", "quant_method", "dequantize", "ignored_layers")
+    fields.ignore("kv_cache_scheme")  # the cache has a type of its own
     powers = fields.raw("scale_fmt", None) == "ue8m0"
     block = fields.integers("weight_block_size")
     fields.refuse_unread()

@@ -5,7 +5,8 @@ Question: How is a quantised matrix read, and how is a format added?
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,21 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "mxfp4": mxfp4.parse,
 }
 """quant_method -> what reads the rest of quantization_config."""
-STATIC_SCALES = (r".*\.input_(scale|zero_point)",)
-"""Names of static scales of activations. Activations are not quantised, so they are not read."""
+STATIC_SCALES = r".*\.input_(scale|zero_point)"
+"""Names of static scales of activations."""
+CACHE_SCALES = r".*\.(self_attn|attn|attention)\.(\w+\.)?((q|k|v|kv|prob)_(scale|zero_point)|output_scale)"
+"""Names of scales of an FP8 KV cache. Some programs name them after a projection."""
+MODELOPT = "modelopt"
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which older versions of ModelOpt say how a checkpoint is quantised."""
+OTHER_FORMATS = "allowed: the model itself, or its version in FP8, GPTQ, AWQ, compressed-tensors or GGUF"
+CACHE_KEY = "kv_cache_scheme"
+SKIP_REASONS: Mapping[str, str] = {
+    STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
+    CACHE_SCALES: "the scales of an FP8 KV cache (k_scale, v_scale) are not used: --kv-cache-dtype says what "
+    "the cache stores",
+}
+"""Pattern of the names of tensors that are not read -> what the log says about them."""
 
 
 def parse(raw: Mapping[str, Any]) -> Scheme | None:
@@ -43,12 +57,19 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     inner = raw.get(TEXT)
     if "quantization_config" not in raw and isinstance(inner, dict):
         raw = inner
+    if isinstance(raw.get("quantization"), dict) and "group_size" in raw["quantization"]:
+        raise CheckpointError(f"config.json: quantization: this is an MLX checkpoint; {OTHER_FORMATS}")
     if is_unquantized(raw):
         return None
     quantization = raw["quantization_config"]
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if method == GGUF and isinstance(quantization, dict):
         return gguf.parse(Fields(quantization, "quantization_config."))
+    if isinstance(quantization, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in quantization):
+        algorithm = shorten(repr(quantization.get("quant_algo", method)))
+        raise CheckpointError(
+            f"config.json: quantization_config: this is a ModelOpt checkpoint ({algorithm}); {OTHER_FORMATS}"
+        )
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in METHODS:
         allowed_methods = ", ".join([*METHODS, QUANT_METHOD])
         raise CheckpointError(
@@ -59,30 +80,47 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
 
 
 def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Patterns of tensors about activations, of a parsed config.json: static scales, which are not used."""
-    inner = raw.get(TEXT)
-    raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
-    quantization = raw.get("quantization_config")
-    if not isinstance(quantization, dict):
-        return ()
+    """Patterns of tensors that are not used, of a parsed config.json: static scales of activations, and
+    scales of an FP8 KV cache."""
+    quantization = _find_quantization(raw)
+    method = quantization.get("quant_method")
     groups = quantization.get("config_groups")
     input_settings = (
-        [settings.get("input_activations") for settings in groups.values()]
+        [settings.get("input_activations") for settings in groups.values() if isinstance(settings, dict)]
         if isinstance(groups, dict)
         else []
     )
-    static = any(
+    is_static = any(
         isinstance(settings, dict) and settings.get("dynamic") is False for settings in input_settings
-    )
-    if static or (
-        quantization.get("quant_method") == "fp8" and quantization.get("activation_scheme") == "static"
-    ):
-        return STATIC_SCALES
-    return ()
+    ) or (method == "fp8" and quantization.get("activation_scheme") == "static")
+    has_cache_scales = method in ("fp8", "compressed-tensors")
+    return (*([STATIC_SCALES] if is_static else []), *([CACHE_SCALES] if has_cache_scales else []))
+
+
+def describe_unused(raw: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Says which tensors of a checkpoint are not used, one sentence each.
+
+    raw: its parsed config.json. names: those of its tensors; empty if they are not known.
+    """
+    is_cache_named = bool(_find_quantization(raw).get(CACHE_KEY))
+    return [
+        SKIP_REASONS[pattern]
+        for pattern in find_skipped_patterns(raw)
+        if any(re.fullmatch(pattern, name) for name in names)
+        or (not names and (pattern != CACHE_SCALES or is_cache_named))
+    ]
+
+
+def _find_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization_config, or that of the text model; empty if there is none."""
+    inner = raw.get(TEXT)
+    raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
+    quantization = raw.get("quantization_config")
+    return quantization if isinstance(quantization, dict) else {}
 
 
 def read_skipped_patterns(path: Path) -> tuple[str, ...]:
-    """Patterns of tensors about activations in the checkpoint at `path`, which are not read."""
+    """Patterns of the tensors in the checkpoint at `path` that are not used."""
     has_config = is_gguf(path) or (path / "config.json").is_file()
     return find_skipped_patterns(read_config(path)) if has_config else ()
 
@@ -90,7 +128,20 @@ def read_skipped_patterns(path: Path) -> tuple[str, ...]:
 def scheme_of(path: Path) -> Scheme | None:
     """The scheme of the checkpoint at `path`. A directory without config.json has none."""
     has_config = is_gguf(path) or (path / "config.json").is_file()
-    return parse(read_config(path)) if has_config else None
+    if not has_config:
+        return None
+    raw = read_config(path)
+    names = [file.name for file in path.glob(MODELOPT_FILE)]
+    if (problem := describe_quantizer(names, raw)) is not None:
+        raise CheckpointError(f"{path}: {problem}")
+    return parse(raw)
+
+
+def describe_quantizer(names: Collection[str], raw: Mapping[str, Any]) -> str | None:
+    """Says which program quantised a checkpoint if only one of its files, by these names, tells it."""
+    if MODELOPT_FILE in names and is_unquantized(raw):
+        return f"{MODELOPT_FILE}: this is a ModelOpt checkpoint; {OTHER_FORMATS}"
+    return None
 
 
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:

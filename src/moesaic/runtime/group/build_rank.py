@@ -71,7 +71,7 @@ FLAG = "--collectives-backend"
 def check(config: WorkerConfig) -> None:
     """Raises ConfigError for settings that a group cannot carry out, or a model that it cannot divide."""
     scheduler, size = config.scheduler, config.parallel.tensor_parallel_size
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     registry.read_spec(path, Shard(0, size))
     check_backend(config)
     if config.remote_experts:
@@ -128,7 +128,7 @@ def load_rank(
     loaded_model = add_room_for_drafts(loaded_model, config)
     if config.offload is not None or owners is None:
         return loaded_model
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     unit, part = divmod(group.rank, config.parallel.expert_tensor_parallel_size)
     use_mmap, dtype = config.model.mmap, config.model.dtype
     expert_shard, device = Shard(part, config.parallel.expert_tensor_parallel_size), str(loaded_model.device)
@@ -323,7 +323,7 @@ def build_follower(config: WorkerConfig, group: Group) -> Follower:
 
     Returns when all ranks are ready.
     """
-    path = files.resolve(config.model.model, config.model.revision)
+    path = files.resolve(*config.model.source)
     with out_of_memory.explain(config), fingerprint.guard_unchanged(path, config.checkpoint_stamp):
         owners = None if config.remote_experts else read_owners(config)
         if owners is not None:
