@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moesaic.commands import hardware, model_report
 from moesaic.commands.machine import Machine, examine, nearest_existing
@@ -55,6 +55,7 @@ from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded_worker import paged_layout
 from moesaic.text.tokenizer import Tokenizer, check_files
 
+T = TypeVar("T")
 UNKNOWN_MODEL = "MODEL"
 """Stands in a command for the directory of a model of which only a config.json was given."""
 
@@ -103,11 +104,13 @@ def _restore_hub_names(message: str, folder: Path, name: str) -> str:
 
 def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     raw = source.read()
-    spec, problems = _ask_loader(source, name, raw)
+    spec, problems, chat_template = _ask_loader(source, name, raw)
     storage = _describe_storage(source, raw, spec)
     sizes = _sizes(raw, name, storage)
     machine = examine()
-    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems)
+    report = ModelReport(
+        name, raw.get("model_type"), spec, None, storage, problems, chat_template=chat_template
+    )
     command = _Command(options, source)
     if isinstance(sizes, str):
         return report if problems else replace(report, command=command.serve(), sizes_error=sizes)
@@ -117,11 +120,14 @@ def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     return _judge(report, target, context, command, machine.hub_cache_free)
 
 
-def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[ModelSpec | None, list[str]]:
-    """What the loader says about a model: its sizes, and the errors that it would raise."""
+def _ask_loader(
+    source: FoundModel, model: str, raw: dict[str, Any]
+) -> tuple[ModelSpec | None, list[str], list[str]]:
+    """What the loader says about a model: its sizes, the errors that it would raise, and what its chat
+    template makes of messages."""
     problems: list[str] = []
 
-    def try_step(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
+    def try_step(step: Callable[[], T]) -> T | None:
         try:
             return step()
         except ConfigError as error:
@@ -133,11 +139,17 @@ def _ask_loader(source: FoundModel, model: str, raw: dict[str, Any]) -> tuple[Mo
         try_step(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
     if source.directory is not None:
         directory = source.directory
-        try_step(lambda: Tokenizer(directory).close())
-    elif source.files is not None:
+        return spec, problems, try_step(lambda: _describe_messages(directory)) or []
+    if source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
-    return spec, problems
+    return spec, problems, []
+
+
+def _describe_messages(checkpoint: Path) -> list[str]:
+    """What the chat template of a checkpoint makes of messages, one sentence each."""
+    with contextlib.closing(Tokenizer(checkpoint)) as tokenizer:
+        return [] if tokenizer.arrivals is None else tokenizer.arrivals.describe()
 
 
 def _claims(source: FoundModel, raw: dict[str, Any]) -> Claims | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -126,16 +128,32 @@ async def chat_prompt(
 
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
-        ids = tokenizer.chat(
-            plain_messages(messages, service.formats),
-            add_generation_prompt=options.add_generation_prompt is not False,
-            continue_final_message=bool(options.continue_final_message),
-            most_characters=max_characters,
-            **variables,
-        )
+        with _name_message(messages):
+            ids = tokenizer.chat(
+                plain_messages(messages, service.formats),
+                add_generation_prompt=options.add_generation_prompt is not False,
+                continue_final_message=bool(options.continue_final_message),
+                most_characters=max_characters,
+                **variables,
+            )
         return _with_special_tokens(ids, tokenizer) if special else ids
 
     return await service.chat_threads.run(render)
+
+
+@contextmanager
+def _name_message(messages: Sequence[Message]) -> Generator[None]:
+    """Errors about a message name the part of the client's request that it was made of."""
+    try:
+        yield
+    except RequestError as error:
+        match = re.match(r"messages\[(\d+)\]", str(error))
+        path = None if match is None else messages[int(match[1])].path
+        if match is None or path is None:
+            raise
+        raise RequestError(
+            path + str(error)[match.end() :], re.split(r"[\[.]", path)[0], error.code
+        ) from error
 
 
 def require_few_entries(body: GenerationRequest, completions: int) -> None:

@@ -7,9 +7,9 @@ value asks for nothing. The ranges repeat those of SamplingParams, so that the p
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, SEED_LIMIT
 
@@ -258,6 +258,17 @@ class Message(Body):
     """The reasoning of an assistant's message."""
     reasoning_content: str | None = None
     """Another name of reasoning, which takes precedence."""
+    _path: str | None = PrivateAttr(None)
+
+    @property
+    def path(self) -> str | None:
+        """The part of the client's request that this message was made of. None: a message at its place."""
+        return self._path
+
+    def set_path(self, path: str) -> Self:
+        """Note the part of the client's request that this message was made of."""
+        self._path = path
+        return self
 
 
 class TemplateOptions(Body):

@@ -230,7 +230,7 @@ def test_an_agent_calls_a_tool(agent: Live) -> None:
     answer = create(agent, input=items, instructions="You help.")
     assert answer.output_text == "ok"
     assert prompt_of(agent).partition("[system]")[2] == (
-        "You help.[system]Be kind[user]How\nis it?"
+        "You help.[developer]Be kind[user]How\nis it?"
         f'[assistant]Hm.|I look.<{call_id} get_weather {{"city": "Bern"}}>[tool]sunny{call_id}'
         "[assistant]Sunny.[user]say:ok"
     )
@@ -256,7 +256,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 )
 def test_items_of_one_answer_make_one_message(items: list[Any], merged: list[Any]) -> None:
     body = ResponsesRequest.model_validate({"input": [{"role": "developer", "content": "D"}, *items]})
-    first, *messages = make_chat(body, developers=True).messages
+    first, *messages = make_chat(body).messages
     assert first.role == "developer"
     assert [(m.reasoning_content, m.content, len(m.tool_calls or [])) for m in messages] == merged
 

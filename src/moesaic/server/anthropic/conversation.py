@@ -14,6 +14,7 @@ from moesaic.server.tools import require_shallow
 
 NAMES = (
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function", r"\1"),
     ("response_format", "output_config.format"),
     ("thinking_token_budget", "thinking.budget_tokens"),
 )
@@ -65,9 +66,12 @@ def _sampling(body: CountRequest) -> dict[str, Any]:
 
 
 def _messages(body: CountRequest) -> list[chat.Message]:
-    messages = [chat.Message(role="system", content=_text(body.system))] if body.system else []
+    messages = (
+        [chat.Message(role="system", content=_text(body.system)).set_path("system")] if body.system else []
+    )
     for number, turn in enumerate(body.messages):
-        messages += _turn(turn, f"messages[{number}]")
+        path = f"messages[{number}]"
+        messages += [message.set_path(path) for message in _turn(turn, path)]
     if not messages:
         raise RequestError("messages: they have no content", "messages")
     return messages

@@ -12,7 +12,7 @@ from moesaic.server.openai_responses.body import ChosenFunction, FunctionTool, I
 
 NAMES = (
     ("messages", "input"),
-    (r"(tools\[\d+\])\.function\.parameters", r"\1.parameters"),
+    (r"(tools\[\d+\])\.function", r"\1"),
     ("response_format", "text.format"),
 )
 """Fields of a chat, and their names here."""
@@ -26,16 +26,13 @@ _REQUIRED_FIELDS = {
 _LOGPROBS = "message.output_text.logprobs"
 
 
-def make_chat(body: ResponsesRequest, developers: bool) -> chat.ChatRequest:
-    """The chat that `body` describes. Raises RequestError, naming the field.
-
-    developers: the chat template knows the role `developer`. Otherwise it becomes `system`.
-    """
+def make_chat(body: ResponsesRequest) -> chat.ChatRequest:
+    """The chat that `body` describes. Raises RequestError, naming the field."""
     _require_stateless(body)
     effort = None if body.reasoning is None else body.reasoning.effort
     fields: dict[str, Any] = {
         "model": body.model,
-        "messages": _messages(body, developers),
+        "messages": _messages(body),
         "max_completion_tokens": body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
@@ -62,17 +59,21 @@ def _require_stateless(body: ResponsesRequest) -> None:
             )
 
 
-def _messages(body: ResponsesRequest, developers: bool) -> list[chat.Message]:
-    messages = [chat.Message(role="system", content=body.instructions)] if body.instructions else []
+def _messages(body: ResponsesRequest) -> list[chat.Message]:
+    messages = (
+        [chat.Message(role="system", content=body.instructions).set_path("instructions")]
+        if body.instructions
+        else []
+    )
     if isinstance(body.input, str):
-        return [*messages, chat.Message(role="user", content=body.input)]
+        return [*messages, chat.Message(role="user", content=body.input).set_path("input")]
     for number, item in enumerate(body.input):
         _require_fields(item, f"input[{number}]")
+    number = 0
     for turn in _turns(body.input):
-        if _is_assistants(turn[0]):
-            messages += _assistant(turn)
-        else:
-            messages += [_message(item, developers) for item in turn]
+        turn_messages = _assistant(turn) if _is_assistants(turn[0]) else [_message(item) for item in turn]
+        messages += [message.set_path(f"input[{number}]") for message in turn_messages]
+        number += len(turn)
     if not messages:
         raise RequestError("input: it has no content", "input")
     return messages
@@ -126,12 +127,11 @@ def _assistant(turn: Sequence[Item]) -> list[chat.Message]:
     ]
 
 
-def _message(item: Item, developers: bool) -> chat.Message:
+def _message(item: Item) -> chat.Message:
     if item.type == "function_call_output":
         return chat.Message(role="tool", tool_call_id=item.call_id, content=_text(item.output))
-    role = "system" if item.role == "developer" and not developers else item.role
-    assert role is not None
-    return chat.Message(role=role, content=_text(item.content))
+    assert item.role is not None
+    return chat.Message(role=item.role, content=_text(item.content))
 
 
 def _call(item: Item) -> chat.ToolCall:

@@ -26,9 +26,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_response(body: ResponsesRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation as an OpenAI response. Nothing is stored."""
     service.fields.check(body, request)
-    developers = "developer" in (service.tokenizer.chat_template or "")
     with translate_fields(NAMES):
-        chat = await open_chat(make_chat(body, developers), request.receive, service, fit=True)
+        chat = await open_chat(make_chat(body), request.receive, service, fit=True)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
     writer = ResponseWriter(body, service.model_name, chat.params, service.now)
