@@ -69,7 +69,8 @@ class Answer:
             # The first time, tokens that the parser held back until it knew the tag count too.
             self.reasoning_tokens += len(output.token_ids) if self.reasoning_tokens else self._tokens
         if output.finish_reason is not None:
-            events += self._parser.finish()
+            ended_by_model = output.finish_reason is FinishReason.STOP and output.stop_reason is None
+            events += self._parser.finish(is_cut=not ended_by_model)
         return [delta for event in events for delta in self._deltas(event)]
 
     def message(self) -> ChatMessage:

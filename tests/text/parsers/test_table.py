@@ -17,6 +17,7 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
         ('Tools: <tool_call>\n{"name": <function-name>}\n</tool_call>', "hermes", None),
         ("'\\n<tool_call>\\n{\"name\": \"' ... '<think>\\n'", "hermes", "qwen3"),
         ("<tool_call>\n<function=example_function_name>\n<parameter=a>", "qwen3_coder", None),
+        ("<tool_call>\n<parameter=example_parameter_1>value_1</parameter> <function=", "mimo", None),
         ("<tool_call>\n<function=f>\n<parameter=a>{{ '<think>\\n' }}", "qwen3_coder", "qwen3"),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key><think></think>", "glm45", "qwen3"),
         ("<|channel|>analysis<|message|> namespace functions {", "openai", "openai_gptoss"),

@@ -16,7 +16,7 @@ from moesaic.text.parsers.answer import Tags
 from moesaic.text.parsers.calls import CallParser
 from moesaic.text.parsers.harmony import Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
-from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.tagged_calls import Glm, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2, TokenCalls
 from moesaic.text.parsers.values import Tools, find_parameters, find_types
 
@@ -293,6 +293,7 @@ _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     DeepSeekV31: _make_section_writer(DeepSeekV31),
     KimiK2: _make_section_writer(KimiK2),
     Qwen3Coder: _make_tagged_writer(Qwen3Coder, "\n"),
+    MiMo: _make_tagged_writer(MiMo, "\n"),
     MiniMaxM2: _make_tagged_writer(MiniMaxM2, "\n"),
     Glm: _make_tagged_writer(Glm, "\n"),
     Harmony: _harmony,

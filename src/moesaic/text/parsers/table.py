@@ -17,7 +17,7 @@ from moesaic.text.parsers.calls import CallParser, Span
 from moesaic.text.parsers.grammar import after_reasoning, write_grammar
 from moesaic.text.parsers.harmony import ANALYSIS, Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
-from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.tagged_calls import Glm, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
 from moesaic.text.parsers.values import Tools
 
@@ -27,7 +27,7 @@ CALLS: Mapping[str, type[CallParser]] = {
     "hermes": Hermes,
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
-    "mimo": Qwen3Coder,
+    "mimo": MiMo,
     "glm45": Glm,
     "glm47": Glm,
     "openai": Harmony,
@@ -61,6 +61,7 @@ _CALL_MARKS = (
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    ("mimo", ("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("hermes", ("<tool_call>",)),

@@ -29,6 +29,12 @@ class TokenCalls(MarkedCalls):
         elif mark == self.section[0] or not self._index:
             self._content.hold(mark)
 
+    def is_call(self, reader: Reader, mark: str) -> Steps[bool]:
+        """A section begins with a token that stands nowhere else."""
+        return mark == self.section[0] or (
+            mark == self.call[0] and (yield from super().is_call(reader, mark))
+        )
+
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         return self._parse_head((yield from read_up_to(reader, self.call[1])))
 

@@ -17,6 +17,19 @@ _TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
+_TYPE_ALIASES = {
+    "float": "number",
+    "double": "number",
+    "int": "integer",
+    "long": "integer",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+    "str": "string",
+    "any": None,
+}
+"""Names of types that tools use in place of JSON Schema's. None: any type."""
 
 
 def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -68,10 +81,10 @@ def write_json(text: str, types: frozenset[str]) -> str:
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names itself, or that its values have."""
     type_field = schema.get("type")
-    if isinstance(type_field, str):
-        return {type_field}
-    if isinstance(type_field, list):
-        return {name for name in type_field if isinstance(name, str)}
+    names = [type_field] if isinstance(type_field, str) else _list(type_field)
+    types = {_TYPE_ALIASES.get(name, name) for name in names if isinstance(name, str)}
+    if types:
+        return set() if None in types else {name for name in types if name is not None}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     return {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
 
