@@ -162,6 +162,35 @@ def test_a_call_that_is_cut_off_ends_for_its_length(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "length", "begun"),
+    [
+        ("required", 3, None),
+        ("required", 18, None),
+        ("required", 36, ("get_weather", "")),
+        ("required", 60, ("get_weather", ARGUMENTS[:15])),
+        ({"type": "function", "function": {"name": "get_weather"}}, 3, ("get_weather", "")),
+        ({"type": "function", "function": {"name": "get_weather"}}, 60, ("get_weather", ARGUMENTS[:15])),
+    ],
+)
+def test_a_forced_call_that_is_cut_has_begun(
+    live: Live, choice: Any, length: int, begun: tuple[str, str] | None, stream: bool
+) -> None:
+    answer = create(live, HERMES, tool_choice=choice, max_tokens=length, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
+        assert chunks[-1].finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
+    else:
+        message = answer.choices[0].message
+        calls = [call.function for call in message.tool_calls or []]
+        assert answer.choices[0].finish_reason == "length" and not message.content
+    name = "".join(call.name or "" for call in calls)
+    found = (name, "".join(call.arguments for call in calls)) if calls else None
+    assert found == begun or (begun and found and found[0] == begun[0] and ARGUMENTS.startswith(found[1]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_are_those_of_all_tokens(live: Live, stream: bool) -> None:
     options = {"logprobs": True, "top_logprobs": 1, "stream": stream}
     with_calls, without = (create(live, HERMES, **options, tools=t) for t in (TOOLS, openai.NOT_GIVEN))
@@ -209,7 +238,10 @@ def test_a_call_can_be_forced(live: Live) -> None:
     create(live, NOW, tool_choice="required")
     several = live.worker.seen[-1].grammar
     create(live, NOW, tool_choice="required", parallel_tool_calls=False)
-    assert several.count("*") == live.worker.seen[-1].grammar.count("*") + 1
+    alone = live.worker.seen[-1].grammar
+    assert several.count("*") == alone.count("*") + 1
+    create(live, NOW, tool_choice={"type": "function", "function": {"name": "now"}})
+    assert live.worker.seen[-1].grammar.count("*") == alone.count("*"), "a named function is called once"
 
 
 def test_an_unknown_format_of_a_schema_is_a_remark(live: Live) -> None:

@@ -45,7 +45,7 @@ from moesaic.server.responses import (
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.token_routes import set_routes
-from moesaic.server.tools import callable_tools, with_grammar
+from moesaic.server.tools import callable_tools, list_forced_names, with_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -115,6 +115,7 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
         has_named_function=isinstance(body.tool_choice, ToolChoice),
+        forced_names=list_forced_names(body),
     )
     params = with_budget(await with_grammar(params, body, reading, service), body, reading, service)
     if fit:  # after the prompt is known, since the rest of the context is the limit

@@ -59,6 +59,14 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
     return dump_tools(body.tools)
 
 
+def list_forced_names(body: ChatRequest) -> tuple[str, ...]:
+    """The functions of which the answer has to call one. Empty: it does not have to."""
+    if isinstance(body.tool_choice, ToolChoice):
+        return (body.tool_choice.function.name,)
+    is_required = body.tool_choice == "required"
+    return tuple(tool.function.name for tool in body.tools or ()) if is_required else ()
+
+
 async def with_grammar(
     params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
 ) -> SamplingParams:
@@ -69,7 +77,7 @@ async def with_grammar(
     Raises RequestError for a schema that cannot be forced, and OverloadedError.
     """
     form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
-    is_forced = body.tool_choice not in (None, "auto", "none")
+    is_forced = bool(reading.forced_names)
     if not is_forced and (form is None or not reading.tools):
         grammar_around = "" if form is None else formats.after_reasoning(reading.in_reasoning, special)
         return (
@@ -82,15 +90,14 @@ async def with_grammar(
             "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
         )
     tools = reading.tools or ()
-    if isinstance(body.tool_choice, ToolChoice):
-        name = body.tool_choice.function.name
-        tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
+    if reading.has_named_function:
+        tools = tuple(tool for tool in tools if tool["function"]["name"] in reading.forced_names)[:1]
 
     def work() -> StructuredOutputsParams:
         grammar = formats.write_call_grammar(
             tools,
             in_reasoning=reading.in_reasoning,
-            parallel=reading.parallel,
+            parallel=reading.parallel and not reading.has_named_function,
             special=special,
             json_rule=json_rule if is_forced else _any_json,
             or_form=not is_forced,
