@@ -13,7 +13,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive
 
-from moesaic.core.errors import RequestError
+from moesaic.core.errors import ContextLengthError, RequestError
 from moesaic.server.blocks import BlockEvent, block_events
 from moesaic.server.chat import Chat
 from moesaic.server.errors import Problem
@@ -59,4 +59,6 @@ def translate_fields(names: Sequence[tuple[str, str]]) -> Generator[None]:
         for pattern, name in names:
             text = re.sub(f"^{pattern}", name, text)
             field = field and re.sub(f"^{pattern}", name, field)
+        if isinstance(error, ContextLengthError) and field is not None:
+            raise error.in_field(field) from error
         raise RequestError(text, field, error.code) from error

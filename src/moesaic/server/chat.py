@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from moesaic.core.errors import RequestError
+from moesaic.core.errors import ContextLengthError, RequestError
 from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob, TokenRoute
 from moesaic.server.answer_form import require_grammar
@@ -95,12 +95,14 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)
-    cut = Truncation.from_body(body, body.max_completion_tokens or body.max_tokens, service)
+    max_new_tokens = body.max_completion_tokens or body.max_tokens
+    cut = Truncation.from_body(body, max_new_tokens, service)
     rendering = chat_prompt(
         body.messages,
         body,
         service,
         any_length=cut.tokens is not None,
+        max_new_tokens=1 if fit else max_new_tokens,
         special=body.add_special_tokens is True,  # a chat template writes special tokens itself
     )
     full_prompt = await run_until_disconnect(receive, rendering)
@@ -144,6 +146,8 @@ def _open(
         return service.engine.open(
             [(prompt, params)], own_text=own_text, kept_special_tokens=kept_special_tokens
         )
+    except ContextLengthError as error:
+        raise error.in_field("messages") from error
     except RequestError as error:
         field = "messages" if error.field == "prompt" else error.field
         raise RequestError(str(error), field, error.code) from error
