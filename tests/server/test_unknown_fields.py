@@ -149,7 +149,7 @@ def test_unknown_fields_are_named_by_their_path(
     ("field", "value"),
     [
         *[("functions", [{}]), ("audio", {"voice": "a"}), ("prediction", {"type": "content"})],
-        *[("web_search_options", {}), ("verbosity", "high"), ("tools", [{}]), ("tool_choice", "required")],
+        *[("web_search_options", {}), ("verbosity", "loud"), ("tools", [{}]), ("tool_choice", "required")],
         *[("grammar", "root ::= x"), ("documents", [{"text": "x"}]), ("chat_template", "{{ x }}")],
         *[("use_beam_search", True), ("length_penalty", 2.0), ("thinking_token_budget", 5), ("echo", True)],
         *[("mirostat", 2), ("typical_p", 0.9), ("max_new_tokens", 5), ("repeat_penalty", 1.1)],

@@ -284,6 +284,8 @@ class TemplateOptions(Body):
     """The functions that the model may call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template. "none" also sets enable_thinking to false (vLLM)."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template."""
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -310,7 +312,6 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     function_call: Literal["none", "auto"] | None = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    verbosity: Literal["medium"] | None = None
     web_search_options: Annotated[None, Field(description="Not supported: only null is accepted.")] = None
 
 

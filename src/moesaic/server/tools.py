@@ -145,6 +145,8 @@ def make_variables(options: TemplateOptions, formats: Formats) -> dict[str, Any]
     if options.reasoning_effort is not None:
         variables["reasoning_effort"] = options.reasoning_effort
         variables |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
+    if options.verbosity is not None:
+        variables["verbosity"] = options.verbosity
     return variables | (options.chat_template_kwargs or {})
 
 
