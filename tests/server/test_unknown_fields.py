@@ -85,7 +85,7 @@ UNKNOWN: dict[str, Any] = {
     "return_progress": False,
     # vLLM and SGLang
     "request_id": "r",
-    "cache_salt": "s",
+    "cache_hint": "s",
     "spaces_between_special_tokens": True,
     "vllm_xargs": None,
     "use_beam_search": False,

@@ -84,6 +84,8 @@ class SamplingParams:
     """Return the same as `logprobs` for the tokens of the prompt. Such a request uses no cached prefix."""
     return_routed_experts: bool = False
     """Return the experts of each token, and the expert servers that computed them."""
+    cache_salt: str = ""
+    """Only requests of the same salt share cached prefixes."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     allowed_token_ids: Sequence[int] | None = None

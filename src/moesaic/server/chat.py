@@ -258,7 +258,8 @@ class Reply:
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(entries, self._body.top_logprobs or 0, self._service.tokenizer)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(entries, self._body.top_logprobs or 0, self._service.tokenizer, as_ids)
 
     def _chunk(
         self,

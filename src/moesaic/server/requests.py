@@ -30,6 +30,8 @@ _EMPTY = {
 }
 Unsupported = Annotated[None, BeforeValidator(_null_if_empty), WithJsonSchema(_EMPTY)]
 Ignored = "Accepted and ignored."
+MAX_SALT = 256
+"""Maximum number of characters of cache_salt."""
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
@@ -99,6 +101,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """The schema of a json_object (llama.cpp)."""
     structures: Annotated[list[TaggedStructure], FIRST] | None = None
     triggers: Annotated[list[str], FIRST] | None = None
 
@@ -138,6 +142,12 @@ class GenerationRequest(Body):
     """Keep this many tokens of the prompt. -1 keeps as many as the context has room for."""
     truncation_side: Literal["left", "right"] | None = None
     """Where truncate_prompt_tokens cuts. left when absent."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    """Only requests of the same salt share cached prefixes (vLLM)."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name the tokens of log-probabilities by their ids, as in "token_id:12" (vLLM)."""
+    ebnf: str | None = None
+    """A grammar of the answer (SGLang)."""
     priority: int | None = None
     """Accepted if it is 0: requests are scheduled in the order of their arrival."""
     response_format: ResponseFormat | None = None

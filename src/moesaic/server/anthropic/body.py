@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from moesaic.server.requests import FIRST, Body, FunctionName, Ignored, Text, Unsupported
+from moesaic.server.requests import FIRST, MAX_SALT, Body, FunctionName, Ignored, Text, Unsupported
 
 Unread = Annotated[Any, Field(description=Ignored)]
 
@@ -126,3 +126,5 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = Field(None, description=Ignored)
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description=Ignored)
     container: Unsupported = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    """Only requests of the same salt share cached prefixes (vLLM)."""

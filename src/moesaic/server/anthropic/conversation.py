@@ -61,7 +61,7 @@ def _sampling(body: CountRequest) -> dict[str, Any]:
     """How the answer is sampled, and where it ends."""
     if not isinstance(body, MessagesRequest):
         return {}
-    names = ("max_tokens", "temperature", "top_p", "top_k")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "cache_salt")
     return {"stop": body.stop_sequences} | {name: getattr(body, name) for name in names}
 
 
@@ -205,4 +205,4 @@ def _form(body: CountRequest) -> dict[str, Any]:
     if body.output_config is None or body.output_config.format is None:
         return {}
     schema = chat.JsonSchemaFormat(schema=body.output_config.format.schema_, strict=None)
-    return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema)}
+    return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema, schema=None)}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from moesaic.core.request import MAX_LOGPROBS
-from moesaic.server.requests import FIRST, Body, FunctionName, Ignored, Text, Unsupported
+from moesaic.server.requests import FIRST, MAX_SALT, Body, FunctionName, Ignored, Text, Unsupported
 
 Unread = Annotated[Any, Field(description=Ignored)]
 Stateless = Annotated[Any, Field(description="Not supported: the server keeps no state.")]
@@ -198,6 +198,8 @@ class ResponsesRequest(Body):
     service_tier: Literal["auto", "default"] | None = Field(None, description=Ignored)
     prompt_cache_key: Unread = None
     prompt_cache_retention: Unread = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    """Only requests of the same salt share cached prefixes (vLLM)."""
     previous_response_id: Stateless = None
     conversation: Stateless = None
     prompt: Stateless = None

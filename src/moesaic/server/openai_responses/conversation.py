@@ -49,6 +49,7 @@ def make_chat(body: ResponsesRequest, toolbox: Toolbox) -> chat.ChatRequest:
         "stream_options": chat.StreamOptions(include_usage=True),
         **toolbox.choose(body.tool_choice),
         "verbosity": None if body.text is None else body.text.verbosity,
+        "cache_salt": body.cache_salt,
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": effort,
         "response_format": _form(body),
@@ -185,8 +186,8 @@ def _form(body: ResponsesRequest) -> chat.ResponseFormat | None:
     if form is None:
         return None
     if form.type != "json_schema":
-        return chat.ResponseFormat(type=form.type)
+        return chat.ResponseFormat(type=form.type, schema=None)
     if form.schema_ is None:
         raise RequestError("text.format.schema: missing; the type 'json_schema' has one", "text")
     schema = chat.JsonSchemaFormat(name=form.name, schema=form.schema_, strict=form.strict)
-    return chat.ResponseFormat(type="json_schema", json_schema=schema)
+    return chat.ResponseFormat(type="json_schema", json_schema=schema, schema=None)
