@@ -94,6 +94,8 @@ async def with_grammar(
         tools = tuple(tool for tool in tools if tool["function"]["name"] in reading.forced_names)[:1]
 
     def work() -> StructuredOutputsParams:
+        if is_forced:
+            _require_schemas(body.tools or (), reading.forced_names, special)
         grammar = formats.write_call_grammar(
             tools,
             in_reasoning=reading.in_reasoning,
@@ -109,6 +111,19 @@ async def with_grammar(
         return form_to_check
 
     return replace(params, structured_outputs=await service.text_threads.run(work))
+
+
+def _require_schemas(tools: Sequence[Tool], names: Sequence[str], special: Mapping[str, int]) -> None:
+    """Raise RequestError, naming tool and place, for a schema that a forced call cannot keep to."""
+    for number, tool in enumerate(tools):
+        if tool.function.name in names and tool.function.parameters is not None:
+            schema = {"type": "object", **tool.function.parameters}
+            path = f"tools[{number}].function.parameters"
+            try:
+                check(StructuredOutputsParams(json=json.dumps(schema)), special)
+            except RequestError as error:
+                reason = str(error).removeprefix(f"{error.field}: ")
+                raise RequestError(f"{path} of {tool.function.name!r}: {reason}", "tools") from error
 
 
 def _any_json(schema: Mapping[str, Any]) -> str:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from moesaic.core.schema_types import TYPE_ALIASES
+
 Tools = tuple[Mapping[str, Any], ...]
 """The `tools` of a request: {"type": "function", "function": {"name", "description", "parameters"}}."""
 _TYPES: dict[type, tuple[str, ...]] = {
@@ -17,19 +19,6 @@ _TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
-_TYPE_ALIASES = {
-    "float": "number",
-    "double": "number",
-    "int": "integer",
-    "long": "integer",
-    "bool": "boolean",
-    "dict": "object",
-    "list": "array",
-    "tuple": "array",
-    "str": "string",
-    "any": None,
-}
-"""Names of types that tools use in place of JSON Schema's. None: any type."""
 
 
 def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -82,7 +71,7 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names itself, or that its values have."""
     type_field = schema.get("type")
     names = [type_field] if isinstance(type_field, str) else _list(type_field)
-    types = {_TYPE_ALIASES.get(name, name) for name in names if isinstance(name, str)}
+    types = {TYPE_ALIASES.get(name, name) for name in names if isinstance(name, str)}
     if types:
         return set() if None in types else {name for name in types if name is not None}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
