@@ -123,7 +123,7 @@ def test_an_answer_can_be_sent_back_as_it_came(live: Live) -> None:
     ("body", "param", "says"),
     [
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages", "messages[0].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages", "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages[0].tool_call_id: missing"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages", "role 'tool'"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "c"}]}, "messages", "role 'assistant'"),

@@ -325,7 +325,7 @@ def test_of_many_wrong_items_one_is_looked_for() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ({"role": "function", "content": "x", "name": "f"}, "or 'tool'"),
+        ({"role": "a b", "content": "x", "name": "f"}, "{0,31}$'"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "should be 'text'"),
     ],
 )

@@ -244,6 +244,47 @@ def test_a_call_can_be_forced(live: Live) -> None:
     assert live.worker.seen[-1].grammar.count("*") == alone.count("*"), "a named function is called once"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_the_only_ones(live: Live, mode: str) -> None:
+    named = [{"type": "function", "function": {"name": "now"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    assert create(live, NOW, tool_choice=choice).choices[0].message.tool_calls[0].function.name == "now"
+    request = live.worker.seen[-1]
+    assert "get_weather" not in live.worker.tokenizer.decode(request.prompt_token_ids)
+    assert bool(request.grammar) == (mode == "required")
+    named[0]["function"]["name"] = "later"  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]: got 'later'; allowed: 'get_weather'"):
+        create(live, NOW, tool_choice=choice)
+
+
+@pytest.mark.parametrize("name", ["srv:do/it", "a.b-c_d", "x" * 64])
+def test_names_that_other_servers_take(live: Live, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}}]
+    reply = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    for choice in ("auto", "required"):
+        message = create(live, reply, tools=tools, tool_choice=choice).choices[0].message
+        assert message.tool_calls[0].function.name == name
+
+
+def test_a_name_that_is_too_long_is_refused_with_the_limit(live: Live) -> None:
+    tools = [{"type": "function", "function": {"name": "x" * 65}}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].function.name: got 'x+.*\{1,64\}"):
+        create(live, NOW, tools=tools)
+
+
+def test_messages_of_other_shapes(live: Live) -> None:
+    messages = [
+        {"role": "critic", "content": "harsh"},
+        {"role": "user", "content": ["How", "is it?"], "tool_calls": []},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": []},
+        {"role": "assistant", "content": None, "refusal": "Never."},
+        {"role": "user", "content": "hi"},
+    ]
+    create(live, "ok", messages=messages)
+    prompt = live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+    assert "[critic]harsh[user]How\nis it?[assistant]No.[assistant]Never.[user]hi" in prompt
+
+
 def test_an_unknown_format_of_a_schema_is_a_remark(live: Live) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer", "format": "int32"}}}
     tools = [{"type": "function", "function": {"name": "now", "parameters": schema}}]

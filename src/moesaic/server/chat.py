@@ -45,7 +45,7 @@ from moesaic.server.responses import (
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.token_routes import set_routes
-from moesaic.server.tools import callable_tools, list_forced_names, with_grammar
+from moesaic.server.tools import callable_tools, list_forced_names, restrict_tools, with_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -60,6 +60,7 @@ FIELD = "thinking_token_budget"
 async def create_chat_completion(body: ChatRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation."""
     service.fields.check(body, request)
+    service.fields.note(["store"] if body.store else [], request, may_refuse=False)  # nothing is kept
     chat = await open_chat(body, request.receive, service)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
@@ -92,6 +93,7 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
     service.engine.require_serving()
     service.require_model(body.model)
     require_few_entries(body, body.n or 1)
+    body = restrict_tools(body)
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)

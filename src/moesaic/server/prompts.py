@@ -255,7 +255,7 @@ def _require_short(texts: Sequence[str], service: Service, field: str, max_new_t
 
 def _plain(message: Message) -> dict[str, Any]:
     """The message as chat templates expect it. Joins parts of text by newlines."""
-    content = message.content or ""
+    content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     name = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": text, **name}

@@ -37,7 +37,8 @@ TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
 """Report only the first wrong item of a list. A list of millions of errors would delay other requests."""
 TokenIds = Annotated[list[TokenId], FIRST]
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,64}$")]
+"""A name that OpenAI's API allows, or one with `.`, `:` or `/`, which other servers take."""
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -196,11 +197,23 @@ class CompletionRequest(GenerationRequest):
     suffix: Unsupported = None
 
 
+def read_text_part(value: Any) -> Any:
+    """A text in place of a part, or a refusal, as the part of text that it is."""
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if isinstance(value, dict) and value.get("type") == "refusal":
+        return {"type": "text", "text": value.get("refusal")}
+    return value
+
+
 class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
+
+
+TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(read_text_part)]], FIRST]
 
 
 class Function(Body):
@@ -233,6 +246,20 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
+class AllowedTools(Body):
+    """The functions that the answer may call, and whether it has to call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedToolsChoice(Body):
+    """The functions that the answer may call. The others are left out of the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(Body):
     """A function that an earlier answer called."""
 
@@ -253,14 +280,16 @@ class ToolCall(Body):
 class Message(Body):
     """A turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FIRST] | None = None
+    role: Annotated[str, Field(pattern="^[a-zA-Z][a-zA-Z0-9_-]{0,31}$")]
+    """system, developer, user, assistant, tool, or another role that the chat template knows."""
+    content: str | TextParts | None = None
     name: str | None = None
-    refusal: Unsupported = None
+    refusal: str | None = None
+    """The text of an assistant's message that refused. It is the content where there is none."""
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
+    tool_calls: Annotated[Annotated[list[ToolCall], FIRST] | None, BeforeValidator(_null_if_empty)] = None
     """The calls of an assistant's message."""
     tool_call_id: str | None = None
     """The id of the call whose result a tool's message is."""
@@ -310,7 +339,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """The older name of max_completion_tokens, which takes precedence."""
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: only the first call of an answer is returned."""
     include_reasoning: bool | None = None

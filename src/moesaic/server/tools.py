@@ -13,6 +13,7 @@ from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.server.answer_form import translate_field
 from moesaic.server.answers import Reading
 from moesaic.server.requests import (
+    AllowedToolsChoice,
     ChatRequest,
     Function,
     Message,
@@ -31,6 +32,24 @@ DEEPEST = 100
 INVALID = "INVALID_JSON"
 """The name under which templates get arguments that are no JSON object. Anthropic's documents name it."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def restrict_tools(body: ChatRequest) -> ChatRequest:
+    """`body` with only those tools that its tool_choice allows.
+
+    Raises RequestError for one that is not there.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, AllowedToolsChoice):
+        return body
+    names = [tool.function.name for tool in body.tools or ()]
+    allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
+    for number, name in enumerate(allowed_names):
+        if name not in names:
+            path, choices = f"tool_choice.allowed_tools.tools[{number}]", ", ".join(map(repr, names))
+            raise RequestError(f"{path}: got {name!r}; allowed: {choices or 'none'}", "tool_choice")
+    tools = [tool for tool in body.tools or () if tool.function.name in allowed_names]
+    return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
 
 
 def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:

@@ -73,10 +73,13 @@ class UnknownFields:
         names = [".".join(step for step in place if isinstance(step, str)) for place in places]
         self.note(names, request)
 
-    def note(self, names: Iterable[str], request: Request) -> None:
-        """Name what is ignored, for `show` and in the log. Raises RequestError if nothing may be ignored."""
+    def note(self, names: Iterable[str], request: Request, may_refuse: bool = True) -> None:
+        """Name what is ignored, for `show` and in the log.
+
+        Raises RequestError if nothing may be ignored. may_refuse: False for what every server may ignore.
+        """
         names = list(dict.fromkeys(names))
-        if names and self._strict:
+        if names and self._strict and may_refuse:
             raise RequestError(f"{names[0]}: not supported", names[0].partition(".")[0], "unknown_parameter")
         noted_names = [*getattr(request.state, "ignored", []), *map(clean, names[: MAX_SHOWN_NAMES + 1])]
         if len(noted_names) > MAX_SHOWN_NAMES:

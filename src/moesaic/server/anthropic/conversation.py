@@ -9,12 +9,18 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.server import requests as chat
-from moesaic.server.anthropic.body import Block, CountRequest, MessagesRequest, TextPart, Tool, Turn
+from moesaic.server.anthropic.body import (
+    CUSTOM,
+    Block,
+    CountRequest,
+    MessagesRequest,
+    TextPart,
+    Tool,
+    Turn,
+)
 from moesaic.server.tools import require_shallow
 
 NAMES = (
-    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
-    (r"(tools\[\d+\])\.function", r"\1"),
     ("response_format", "output_config.format"),
     ("thinking_token_budget", "thinking.budget_tokens"),
 )
@@ -46,7 +52,8 @@ def make_chat(body: CountRequest, reasons: bool) -> chat.ChatRequest:
         messages=messages,
         stream=True,
         stream_options=chat.StreamOptions(include_usage=True),
-        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tools=[_tool(tool, number) for number, tool in enumerate(body.tools or ()) if _is_run_by_client(tool)]
+        or None,
         continue_final_message=is_continued,
         add_generation_prompt=not is_continued,
         **_sampling(body),
@@ -151,8 +158,38 @@ def _require_text(last: chat.Message) -> None:
         raise RequestError("messages: the last message is the assistant's and has no text", "messages")
 
 
-def _tool(tool: Tool) -> chat.Tool:
-    function = chat.Function(
+def list_names(body: CountRequest) -> list[tuple[str, str]]:
+    """Fields of the chat of `body`, as patterns, and their names here."""
+    own_numbers = [number for number, tool in enumerate(body.tools or ()) if _is_run_by_client(tool)]
+    pairs = list(NAMES)
+    for chat_number, number in enumerate(own_numbers):
+        function = rf"tools\[{chat_number}\]\.function"
+        pairs += [
+            (rf"{function}\.parameters", f"tools[{number}].input_schema"),
+            (function, f"tools[{number}]"),
+        ]
+    return pairs
+
+
+def _list_functions(body: CountRequest) -> list[chat.Tool]:
+    tools = enumerate(body.tools or ())
+    return [_tool(tool, number) for number, tool in tools if _is_run_by_client(tool)]
+
+
+def list_left_out(body: CountRequest) -> list[str]:
+    """The types of the tools that only Anthropic's servers run."""
+    return [f"tools.{tool.type}" for tool in body.tools or () if not _is_run_by_client(tool)]
+
+
+def _is_run_by_client(tool: Tool) -> bool:
+    """Whether the client runs the tool."""
+    return tool.type in (None, CUSTOM)
+
+
+def _tool(tool: Tool, number: int) -> chat.Tool:
+    if tool.input_schema is None:
+        raise RequestError(f"tools[{number}].input_schema: missing; a tool has one", "tools")
+    function = chat.Function.model_construct(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
     )
     return chat.Tool(type="function", function=function)
@@ -167,7 +204,9 @@ def _choice(body: CountRequest) -> dict[str, Any]:
     if choice.type == "tool":
         if choice.name is None:
             raise RequestError("tool_choice.name: missing; the type 'tool' has one", "tool_choice")
-        tool_choice = chat.ToolChoice(type="function", function=chat.ChosenFunction(name=choice.name))
+        tool_choice = chat.ToolChoice(
+            type="function", function=chat.ChosenFunction.model_construct(name=choice.name)
+        )
     else:
         tool_choice = "required" if choice.type == "any" else choice.type
     fields: dict[str, Any] = {"tool_choice": tool_choice}

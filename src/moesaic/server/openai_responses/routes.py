@@ -28,6 +28,7 @@ async def create_response(body: ResponsesRequest, request: Request, service: Ser
     """Answer a conversation as an OpenAI response. Nothing is stored."""
     service.fields.check(body, request)
     toolbox = Toolbox(body.tools)
+    service.fields.note(["store"] if body.store else [], request, may_refuse=False)  # nothing is kept
     service.fields.note([*toolbox.left_out, *list_skipped(body)], request)
     with translate_fields([*toolbox.paths, *NAMES]):
         chat = await open_chat(make_chat(body, toolbox), request.receive, service, fit=True)

@@ -78,7 +78,7 @@ class KimiK2(TokenCalls):
     call: ClassVar = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
     def _parse_head(self, head: str) -> CallStart:
-        match = re.fullmatch(r"\s*(?:functions\.)?([^\s:]+?)(?::\d+)?\s*", head)
+        match = re.fullmatch(r"\s*(?:functions\.)?(\S+?)(?::\d+)?\s*", head)
         if match is None:
             raise MalformedText
         return self._begin(match[1], head.strip())
