@@ -32,6 +32,11 @@ class Writer(Protocol):
         """The complete answer."""
         ...
 
+    @property
+    def ping(self) -> NamedEvent | None:
+        """The event that a stream sends in a long silence. None: a comment."""
+        ...
+
     def make_error_event(self, problem: Problem) -> NamedEvent:
         """The last event of a stream that an error ends."""
         ...
@@ -41,7 +46,7 @@ async def deliver(writer: Writer, chat: Chat, stream: bool, receive: Receive) ->
     """The answer to a chat as a stream or as a whole."""
     blocks = block_events(chat.chunks())
     if stream:
-        return NamedEventStream(writer.events(blocks), chat.source, writer.make_error_event)
+        return NamedEventStream(writer.events(blocks), chat.source, writer.make_error_event, writer.ping)
     return await answer(receive, chat.source, writer.build_answer(blocks))
 
 

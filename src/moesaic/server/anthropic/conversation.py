@@ -52,8 +52,7 @@ def make_chat(body: CountRequest, reasons: bool) -> chat.ChatRequest:
         messages=messages,
         stream=True,
         stream_options=chat.StreamOptions(include_usage=True),
-        tools=[_tool(tool, number) for number, tool in enumerate(body.tools or ()) if _is_run_by_client(tool)]
-        or None,
+        tools=_list_functions(body) or None,
         continue_final_message=is_continued,
         add_generation_prompt=not is_continued,
         **_sampling(body),

@@ -95,6 +95,8 @@ class ResponseWriter:
         self._output = [self._item(block, _status(block)) for block in answer_blocks]
         return self._finish_response(finish)
 
+    ping = None
+
     def make_error_event(self, problem: Problem) -> NamedEvent:
         """The event of an error, with what the answer had before."""
         code = "invalid_prompt" if problem.status_code == 400 else "server_error"
