@@ -29,13 +29,15 @@ def test_a_chat_has_openais_shape(live: Live) -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "hello", "refusal": None},
+                "message": {"role": "assistant", "content": "hello", "refusal": None, "reasoning": None},
                 "logprobs": None,
                 "finish_reason": "stop",
                 "stop_reason": None,
             }
         ],
         "usage": {"completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}},
+        "system_fingerprint": None,
+        "prompt_logprobs": None,
     }
 
 

@@ -97,9 +97,14 @@ class Answer:
         """The message of all outputs so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         is_empty = not content and (self._calls or reasoning)
-        message = ChatMessage(role="assistant", content=None if is_empty else content, refusal=None)
+        message = ChatMessage(
+            role="assistant",
+            content=None if is_empty else content,
+            refusal=None,
+            reasoning=reasoning or None,  # clients of vLLM read it everywhere
+        )
         if reasoning:
-            message.reasoning = message.reasoning_content = reasoning
+            message.reasoning_content = reasoning
         if self._calls:
             message.tool_calls = [
                 ToolCall(

@@ -223,6 +223,8 @@ class Reply:
             model=self._service.model_name,
             choices=[self._choice(index, outputs[index]) for index in sorted(outputs)],
             usage=self._tally.usage(),
+            system_fingerprint=None,
+            prompt_logprobs=None,
         )
         if self._body.return_token_ids:
             completion.prompt_token_ids = self._prompt

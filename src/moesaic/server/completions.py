@@ -96,7 +96,9 @@ class _Reply:
             piece = await self._build_piece_off_loop(number, output)
             pieces[piece.index].append(piece)
         choices = [_join_pieces(pieces[index]) for index in sorted(pieces)]
-        return self._completion(choices, self._tally.usage())
+        completion = self._completion(choices, self._tally.usage())
+        completion.system_fingerprint = None  # clients of OpenAI's API read it
+        return completion
 
     async def _build_piece_off_loop(self, number: int, output: RequestOutput) -> CompletionChoice:
         """`_piece`, in a thread if it looks up many tokens. A long scored prompt takes seconds."""
@@ -185,6 +187,7 @@ def _join_pieces(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     """Join the pieces of one choice."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     update: dict[str, Any] = {
+        "prompt_logprobs": None,
         "text": "".join(piece.text for piece in pieces),
         "logprobs": _join_logprobs(scores),
     }
