@@ -89,6 +89,12 @@ KINDS: Mapping[str, str] = {
     "last turn only": "{{ messages[-1].content }}",
     "no content": _EACH + "{{ m.role }}{% endfor %}",
     "cuts": _EACH + "{{ m.content[:6] }}{% endfor %}",
+    "few efforts": (
+        "{% if reasoning_effort is defined and reasoning_effort not in ('no_think', 'low', 'high') %}"
+        "{{ raise_exception('an effort') }}{% endif %}{{ reasoning_effort }}"
+        + _EACH
+        + "{{ m.content }}{% endfor %}"
+    ),
     "upper case": _EACH + "{{ m.content | upper }}{% endfor %}",
 }
 """What a template does -> its source."""

@@ -67,6 +67,12 @@ ANALYSIS = "<|channel|>analysis<|message|>Think.<|end|>"
 CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{}<|call|>"
 )
+HY3_CALL = (
+    "<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+HY3 = (f"<tool_calls>\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
+HY3_TWO = (f"<tool_calls>\n{HY3_CALL}\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
 BERN = '{"city": "Bern", "days": 2}'
 WEATHER = (("get_weather", BERN),)
 GPT = {"reasoning_parser": "openai_gptoss"}
@@ -146,6 +152,11 @@ COMPLETE = {
         "mimo",
         "<tool_call><function=get_weather><parameter=city>\nBern\n</parameter></function></tool_call>",
         (("get_weather", '{"city": "\\nBern\\n"}'),),
+    ),
+    "hy_v3": Answer("hy_v3", HY3, WEATHER),
+    "hy_v3 two": Answer("hy_v3", f"So.\n{HY3_TWO}.", WEATHER * 2, "So.."),
+    "hy_v3 reasoning": Answer(
+        "hy_v3", f"So.</think:opensource>Yes.{HY3}", WEATHER, "Yes.", "So.", "hy_v3", True
     ),
     "deepseek_v31": Answer("deepseek_v31", V31.format(BERN).join(SECTION), WEATHER),
     "deepseek_v31 two": Answer(
@@ -303,6 +314,9 @@ DAMAGED = {
     "glm key not closed": Answer("glm45", GLM.replace("city</arg_key>\n", "city"), WEATHER),
     "glm key not opened": Answer("glm45", GLM.replace("\n<arg_key>city", "city"), WEATHER),
     "glm key not opened, space": Answer("glm45", GLM.replace("\n<arg_key>city", " city"), WEATHER),
+    "hy_v3 in open reasoning": Answer("hy_v3", f"So.\n{HY3}", WEATHER, "", "So.", "hy_v3", True),
+    "hy_v3 value open": Answer("hy_v3", HY3.replace("Bern</arg_value:opensource>", "Bern"), WEATHER),
+    "hy_v3 call open": Answer("hy_v3", HY3.replace("</tool_call:opensource>\n", ""), WEATHER),
     "hermes in open reasoning": Answer("hermes", f"So.\n\n{NOW}", (("now", "{}"),), "", "So.", "qwen3", True),
     "hermes named in reasoning": Answer(
         "hermes",
@@ -382,6 +396,11 @@ NO_CALLS = {
         "<tool_call>a b</tool_call>",
         "<tool_call></tool_call>",
         "<tool_call>f<arg_key>k</arg_k>v",
+    ),
+    "hy_v3": (
+        "<tool_call:opensource>x",
+        "<tool_calls:opensource>.",
+        "<tool_call:opensource>a b<tool_sep:opensource>",
     ),
     "minimax_m2": ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="f">x'),
     "deepseek_v31": (

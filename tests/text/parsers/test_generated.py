@@ -154,12 +154,24 @@ def write_glm(line: str) -> Callable[[list[Call], Damage], str]:
     return write
 
 
+def write_hy3(calls: list[Call], damage: Damage) -> str:
+    tags = {name: tag.replace(">", ":opensource>") for name, tag in GLM.items()}
+    text = "".join(
+        write_tagged({**tags, "begin": f"<tool_call:opensource>{name}<tool_sep:opensource>"}, "\n")(
+            [(name, arguments)], damage
+        )
+        for name, arguments in calls
+    )
+    return f"<tool_calls:opensource>\n{text}</tool_calls:opensource>"
+
+
 WRITERS: dict[str, Callable[[list[Call], Damage], str]] = {
     "hermes": write_hermes,
     "qwen3_coder": write_tagged(XML, "\n", "\n"),
     "mimo": write_tagged(XML, "\n"),
     "glm45": write_glm("\n"),
     "glm47": write_glm(""),
+    "hy_v3": write_hy3,
     "minimax_m2": write_tagged(INVOKE, "\n"),
     "deepseek_v31": write_tokens(
         "<｜tool▁call▁begin｜>",

@@ -181,6 +181,21 @@ def test_what_was_found_is_described() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("effort", "known_effort"),
+    [
+        *[("none", "no_think"), ("minimal", "low"), ("low", "low"), ("medium", "high"), ("high", "high")],
+        *[("xhigh", "high"), ("max", "high"), ("no_think", "no_think")],
+    ],
+)
+def test_an_effort_becomes_the_nearest_that_the_template_takes(effort: str, known_effort: str) -> None:
+    options = Options(variables={"reasoning_effort": effort})
+    text, messages = template("few efforts").render(conversation("user"), options)
+    assert text.startswith(known_effort) and template("few efforts").render_exactly(messages, options) == text
+    assert "medium is high" in " ".join(template("few efforts").arrivals.describe())
+    assert not template("every role").arrivals.efforts
+
+
 def test_text_beside_calls_may_be_left_out_by_design() -> None:
     messages = conversation("user", "calling", "tool", "assistant", "user")
     messages[1]["content"] = "I look."

@@ -49,11 +49,14 @@ class TaggedCalls(MarkedCalls):
     """Follows the last argument of a call."""
     key: ClassVar[tuple[str, str]]
     value: ClassVar[tuple[str, str]]
+    separator: ClassVar[str] = ""
+    """Follows the name, if it is no part of `name`."""
     own_lines: ClassVar[bool] = False
     """A value stands on lines of its own: its first and last newline belong to the tags."""
 
     def __init_subclass__(cls) -> None:
-        cls.other_marks = tuple(filter(None, (cls.end, cls.name_end, *cls.key, *cls.value)))
+        tags = (cls.end, cls.name_end, *cls.key, *cls.value, cls.separator)
+        cls.other_marks = tuple(filter(None, tags))
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         if mark != self.name[0]:
@@ -307,13 +310,13 @@ class Glm(TaggedCalls):
     GLM-4.5 writes newlines between them, GLM-4.7 does not.
     """
 
-    marks: ClassVar = ("<tool_call>",)
+    marks: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     end: ClassVar = "</tool_call>"
     name: ClassVar = ("", "")
     name_end: ClassVar = "</tool_call>"
     key: ClassVar = ("<arg_key>", "</arg_key>")
     value: ClassVar = ("<arg_value>", "</arg_value>")
-    ends_reasoning: ClassVar = marks
+    ends_reasoning: ClassVar[tuple[str, ...]] = marks
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         text = yield from _read_text(reader)
@@ -354,3 +357,54 @@ class Glm(TaggedCalls):
             if text.startswith(name) and key in (find_parameters(self._tools, name).get("properties") or ()):
                 return name, key
         raise MalformedText
+
+
+class Hy3(Glm):
+    """<tool_calls><tool_call>f<tool_sep><arg_key>key</arg_key><arg_value>value</arg_value></tool_call></tool_calls>
+
+    Each of these tags has the suffix `:opensource`.
+    """
+
+    section: ClassVar = ("<tool_calls:opensource>", "</tool_calls:opensource>")
+    call_begin: ClassVar = "<tool_call:opensource>"
+    separator: ClassVar = "<tool_sep:opensource>"
+    marks: ClassVar = (*section, call_begin)
+    end: ClassVar = "</tool_call:opensource>"
+    name_end: ClassVar = "</tool_call:opensource>"
+    key: ClassVar = ("<arg_key:opensource>", "</arg_key:opensource>")
+    value: ClassVar = ("<arg_value:opensource>", "</arg_value:opensource>")
+    ends_reasoning: ClassVar = (section[0], call_begin)
+
+    def is_call(self, reader: Reader, mark: str) -> Steps[bool]:
+        """A section begins with a token that stands nowhere else."""
+        return mark == self.section[0] or (yield from super().is_call(reader, mark))
+
+    def _read_marked_call(self, reader: Reader, mark: str) -> Steps[None]:
+        if mark == self.call_begin:
+            yield from super()._read_marked_call(reader, mark)
+        elif mark == self.section[0] or not self._index:
+            self._content.hold(mark)
+        else:
+            self._content.drop()  # the white space before the end of a section
+
+    def _check_start(self, reader: Reader, tag: str, is_on_own_line: bool) -> Steps[None]:
+        if tag != self.section[1]:
+            yield from super()._check_start(reader, tag, is_on_own_line)
+            return
+        yield from skip_blank(reader)
+        if not (yield from self._is_at_end(reader)):
+            yield from read_one_of(reader, *self._starts)
+
+    def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
+        if mark != self.call_begin:
+            raise MalformedText
+        name = (yield from _read_text(reader)).strip()
+        if (yield from read_if_next(reader, self.separator)):
+            self._tag = yield from self._next_tag(reader, may_end=self._is_tool(name))
+        elif self._is_tool(name):  # a model may leave the separator out
+            self._tag = yield from self._next_tag(reader, may_end=True)
+        else:
+            raise MalformedText
+        if not name or any(blank in name for blank in BLANK):
+            raise MalformedText
+        return self._begin(name)

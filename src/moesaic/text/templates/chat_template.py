@@ -73,6 +73,7 @@ class ChatTemplate:
         template refuses the messages, leaves the text of one out or reaches a limit.
         """
         self._check(messages, options)
+        options = self._with_known_effort(options)
         refusal: RequestError | None = None
         fewest_missing: list[str] | None = None
         attempts: list[list[Message]] = []
@@ -102,7 +103,7 @@ class ChatTemplate:
     def render_exactly(self, messages: Sequence[Message], options: Options) -> str:
         """The text of messages that `render` has arranged."""
         try:
-            return self._render(messages, options)
+            return self._render(messages, self._with_known_effort(options))
         except TemplateError as error:
             raise _make_error(error, options) from error
 
@@ -136,6 +137,14 @@ class ChatTemplate:
             options.max_characters,
         )
         return content.cut_at_mark(text) if is_continued else text
+
+    def _with_known_effort(self, options: Options) -> Options:
+        """`options` with an effort that the template does not refuse."""
+        effort = options.variables.get("reasoning_effort")
+        known_effort = self.arrivals.efforts.get(effort) if isinstance(effort, str) else None
+        if known_effort is None:
+            return options
+        return replace(options, variables={**options.variables, "reasoning_effort": known_effort})
 
     def _list_arrangements(self, messages: Sequence[Message]) -> Iterator[Arrange]:
         """Ways to arrange a conversation. The template is tried only if the first one may not do."""

@@ -33,6 +33,18 @@ class Place(Enum):
 
 _PLACES_AFTER = {"user": Place.AFTER_USER, "assistant": Place.AFTER_ASSISTANT, "tool": Place.AFTER_TOOL}
 
+_NO_THINKING = "no_think"
+_EFFORT_RANKS = {
+    _NO_THINKING: 0,
+    "none": 0,
+    "minimal": 1,
+    "low": 2,
+    "medium": 3,
+    "high": 4,
+    "xhigh": 5,
+    "max": 6,
+}
+"""Values of reasoning_effort, from the least to the most. no_think is Hy3's."""
 CONTENT_BESIDE_CALLS = "text beside the calls of earlier turns"
 _MARK = "zq7arrives7qz"
 _ID = "call00001"
@@ -51,6 +63,8 @@ class Arrivals:
     """Role and place of an instruction -> whether its text arrives. What could not be tried is absent."""
     left_out: tuple[str, ...] = ()
     """Other texts that the template leaves out, in words."""
+    efforts: Mapping[str, str] = field(default_factory=dict)
+    """Value of reasoning_effort that the template refuses -> the nearest one that it takes."""
     failure: str = ""
     """Why the template could not be tried. Empty: it could."""
 
@@ -63,6 +77,9 @@ class Arrivals:
         if self.failure:
             return [f"the chat template could not be tried: it {self.failure}"]
         sentences = self.describe_instructions()
+        if self.efforts:
+            pairs = ", ".join(f"{effort} is {known_effort}" for effort, known_effort in self.efforts.items())
+            sentences.append(f"reasoning_effort: {pairs}")
         if self.left_out:
             sentences.append(f"the chat template leaves out: {', '.join(self.left_out)}")
         return sentences
@@ -116,7 +133,8 @@ def probe(render: Render) -> Arrivals:
             return render(messages, {**needed_variables, **variables})
 
         render_needed([_USER], {})
-        return Arrivals(_try_instructions(render_needed), tuple(_list_left_out(render_needed)))
+        instructions, left_out = _try_instructions(render_needed), tuple(_list_left_out(render_needed))
+        return Arrivals(instructions, left_out, _try_efforts(render_needed))
     except TemplateError as error:
         return Arrivals(failure=f"refuses a message of a user: {error}" if error.is_refusal else str(error))
 
@@ -144,6 +162,25 @@ def _try_instructions(render: Render) -> dict[tuple[str, Place], bool]:
         if start is not None:
             arrivals[role, Place.AFTER_TOOL] = _arrives(render, [*start, instruction])
     return arrivals
+
+
+def _try_efforts(render: Render) -> dict[str, str]:
+    """The values of reasoning_effort that are refused, each with the nearest one that is not."""
+    known_efforts = [
+        effort
+        for effort in _EFFORT_RANKS
+        if _render_or_none(render, [_USER], {"reasoning_effort": effort}) is not None
+    ]
+
+    def find_nearest(rank: int) -> str:
+        return min(
+            known_efforts, key=lambda effort: (abs(_EFFORT_RANKS[effort] - rank), -_EFFORT_RANKS[effort])
+        )
+
+    refused_efforts = [
+        effort for effort in _EFFORT_RANKS if effort not in known_efforts and effort != _NO_THINKING
+    ]
+    return {effort: find_nearest(_EFFORT_RANKS[effort]) for effort in refused_efforts if known_efforts}
 
 
 def _list_left_out(render: Render) -> Iterator[str]:
