@@ -315,7 +315,7 @@ def _fit(prompt: list[int], params: SamplingParams, info: WorkerInfo) -> Samplin
     if params.return_routed_experts and not info.routed_layers:
         reason = "this server does not know them (a dense model, --fast-memory, or --moe-collectives)"
         raise RequestError(f"return_routed_experts: got true; {reason}", "return_routed_experts")
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if token >= info.vocab_size:
                 choices = f"token ids 0 to {info.vocab_size - 1}"

@@ -45,6 +45,18 @@ def test_a_salt_reaches_the_worker(launch: Launch, path: str, body: dict[str, An
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
+def test_the_tokens_of_log_probabilities_may_be_chosen(
+    launch: Launch, path: str, body: dict[str, Any]
+) -> None:
+    live = launch()
+    wanted = {"logprobs": 0} if path == COMPLETIONS else {"logprobs": True}
+    assert live.post(path, **body, **wanted, logprob_token_ids=[7, 3]).status_code == 200
+    assert live.worker.seen[-1].params.logprob_token_ids == (7, 3)
+    refused = live.post(path, **body, **wanted, logprob_token_ids=[VOCAB]).json()["error"]
+    assert refused["param"] == "logprob_token_ids"
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_tokens_of_log_probabilities_may_be_named_by_their_ids(
     live: Live, path: str, body: dict[str, Any], streamed: bool
@@ -84,7 +96,13 @@ def test_forms_of_other_servers_constrain(
 @pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("stop_regex", "[a-z]"), ("logprob_token_ids", [1]), ("ebnf", "root ::= ("), ("cache_salt", "")],
+    [
+        ("stop_regex", "[a-z]"),
+        ("logprob_token_ids", [1]),
+        ("logprob_token_ids", [1] * 129),
+        ("ebnf", "root ::= ("),
+        ("cache_salt", ""),
+    ],
 )
 def test_what_constrains_and_cannot_be_done_is_refused(
     live: Live, path: str, body: dict[str, Any], field: str, value: object
@@ -187,7 +205,7 @@ def test_token_ids_of_prompt_and_answer(live: Live) -> None:
     assert [token for choice in choices for token in choice["token_ids"]] == first["token_ids"]
     assert [choice.get("prompt_token_ids") for choice in choices] == [first["prompt_token_ids"], None, None]
     plain = live.post(COMPLETIONS, prompt="x", max_tokens=1).json()["choices"][0]
-    assert not {"token_ids", "prompt_token_ids", "prompt_logprobs"} & set(plain)
+    assert not {"token_ids", "prompt_token_ids"} & set(plain) and plain["prompt_logprobs"] is None
 
 
 @pytest.mark.parametrize("reply", ["hi", "\u00e9"])

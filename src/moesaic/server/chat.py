@@ -263,7 +263,8 @@ class Reply:
         if not self._body.logprobs:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        return chat_logprobs(entries, self._body.top_logprobs or 0, self._service.tokenizer, as_ids)
+        num_candidates = self._body.count_candidates(self._body.top_logprobs or 0)
+        return chat_logprobs(entries, num_candidates, self._service.tokenizer, as_ids)
 
     def _chunk(
         self,

@@ -117,7 +117,7 @@ class _Reply:
         if first:
             skip = self._body.skip_special_tokens is not False
             echoed_prompt = self._prompts[number] if self._body.echo else None
-            tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
+            tokenizer, top = self._service.tokenizer, self._body.count_candidates(self._body.logprobs or 0)
             as_ids = bool(self._body.return_tokens_as_token_ids)
             self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed_prompt, as_ids)
         echo = self._prompts[number] if first and self._body.echo else None

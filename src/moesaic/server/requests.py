@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
-from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, SEED_LIMIT
+from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, SEED_LIMIT
 
 
 def _null_if_empty(value: Any) -> Any:
@@ -147,6 +147,10 @@ class GenerationRequest(Body):
     """Only requests of the same salt share cached prefixes (vLLM)."""
     return_tokens_as_token_ids: bool | None = None
     """Name the tokens of log-probabilities by their ids, as in "token_id:12" (vLLM)."""
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKENS, fail_fast=True)] | None
+    ) = None
+    """With logprobs: the candidates are these tokens (vLLM)."""
     ebnf: str | None = None
     """A grammar of the answer (SGLang)."""
     priority: int | None = None
@@ -170,6 +174,10 @@ class GenerationRequest(Body):
     )
     safety_identifier: str | None = Field(None, description=Ignored)
     prompt_cache_key: str | None = Field(None, description=Ignored)
+
+    def count_candidates(self, num_top: int) -> int:
+        """How many candidates the log-probabilities of each token have. num_top: most likely ones."""
+        return len(self.logprob_token_ids or ()) or num_top
 
     @property
     def streams_usage(self) -> bool:

@@ -32,7 +32,7 @@ _LONGEST = 64
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("grammar", "json_schema", "structural_tag", "regex"), ("", {})),
-    **dict.fromkeys(("stop_regex", "logprob_token_ids"), ("", [])),
+    **dict.fromkeys(("stop_regex",), ("", [])),
     **dict.fromkeys(("documents", "images", "videos", "audios", "plugins", "mcp_servers"), ([], {})),
     **dict.fromkeys(("chat_template", "system", "input_prefix", "input_suffix"), ("",)),
     **dict.fromkeys(("use_beam_search", "watermarking", "echo"), (False,)),
