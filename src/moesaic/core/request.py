@@ -83,7 +83,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Return the log-probability of each token and of this many most likely tokens, 0 to 20."""
     logprob_token_ids: Sequence[int] = ()
-    """With `logprobs`: return the log-probabilities of these tokens in place of the most likely ones."""
+    """The tokens whose log-probabilities `logprobs` returns in place of those of the most likely ones."""
     prompt_logprobs: int | None = None
     """Return the same as `logprobs` for the tokens of the prompt. Such a request uses no cached prefix."""
     return_routed_experts: bool = False

@@ -150,7 +150,7 @@ class GenerationRequest(Body):
     logprob_token_ids: (
         Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKENS, fail_fast=True)] | None
     ) = None
-    """With logprobs: the candidates are these tokens (vLLM)."""
+    """The candidates that logprobs shows in place of the most likely ones (vLLM)."""
     ebnf: str | None = None
     """A grammar of the answer (SGLang)."""
     priority: int | None = None
