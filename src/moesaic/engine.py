@@ -13,7 +13,13 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from moesaic.core import messages
-from moesaic.core.errors import ConnectionLost, EngineDeadError, OverloadedError, RequestError
+from moesaic.core.errors import (
+    ConnectionLost,
+    ContextLengthError,
+    EngineDeadError,
+    OverloadedError,
+    RequestError,
+)
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import (
     SEED_LIMIT,
@@ -309,7 +315,7 @@ def _fit(prompt: list[int], params: SamplingParams, info: WorkerInfo) -> Samplin
     if params.return_routed_experts and not info.routed_layers:
         reason = "this server does not know them (a dense model, --fast-memory, or --moe-collectives)"
         raise RequestError(f"return_routed_experts: got true; {reason}", "return_routed_experts")
-    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
         for token in getattr(params, name) or ():
             if token >= info.vocab_size:
                 choices = f"token ids 0 to {info.vocab_size - 1}"
@@ -317,12 +323,7 @@ def _fit(prompt: list[int], params: SamplingParams, info: WorkerInfo) -> Samplin
     room = info.max_model_len - len(prompt)
     num_new = 1 if params.max_tokens is None else params.max_tokens
     if room < num_new:
-        raise RequestError(
-            f"prompt: {len(prompt)} prompt tokens and {num_new} new ones exceed the context length of "
-            f"{info.max_model_len} tokens",
-            "prompt",
-            code="context_length_exceeded",
-        )
+        raise ContextLengthError(len(prompt), num_new, info.max_model_len)
     stop_ids = tuple(dict.fromkeys(params.stop_token_ids))
     ids = len(prompt) + len(stop_ids) + len(params.allowed_token_ids or ())
     ids += sum(map(len, params.bad_word_ids))

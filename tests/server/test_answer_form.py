@@ -54,7 +54,7 @@ def test_every_spelling_reaches_the_worker_as_a_grammar(
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}},
             "response_format",
-            "response_format: Invalid type: thing",
+            "response_format: at type: got 'thing'; allowed: ",
         ),
         ({"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "invalid regex"),

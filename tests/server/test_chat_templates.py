@@ -89,8 +89,8 @@ def test_others_are_answered_while_templates_take_long(
 ) -> None:
     """These templates go on until their processes are killed, so that no time is measured."""
     tokenizer = Tokenizer(checkpoint, limits=Limits(seconds=1000.0))
-    pool = tokenizer._template
-    assert pool is not None
+    assert tokenizer._template is not None
+    pool = tokenizer._template._renderers
 
     def busy() -> set[Renderer]:
         return pool._alive - set(pool._warm)

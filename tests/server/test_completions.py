@@ -27,8 +27,16 @@ def test_a_completion_has_openais_shape(live: Live) -> None:
         "object": "text_completion",
         "model": MODEL,
         "choices": [
-            {"index": 0, "text": "hi there", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+            {
+                "index": 0,
+                "text": "hi there",
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+                "prompt_logprobs": None,
+            }
         ],
+        "system_fingerprint": None,
         "usage": {
             "prompt_tokens": 12,
             "completion_tokens": 9,

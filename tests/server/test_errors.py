@@ -242,13 +242,55 @@ def test_what_can_never_be_served_is_not_tokenized(launch: Launch, monkeypatch: 
     assert "4 prompts, 8 completions in all; allowed in one call: at most 6" in many.text
     # 256 tokens, none of them longer than </s>.
     says = (
-        "got 1025 characters; allowed: at most 1024, which is the context length times the longest token, 4"
+        "this model's maximum context length is 256 tokens. However, you requested up to 1035 tokens "
+        "(1025 in the {0}, 10 in the completion); shorten the {0} or the completion"
     )
     for long in ("x" * 1025, ["x", "x" * 1025]):
-        refused = error_of(live.post("/v1/completions", prompt=long))
-        assert refused["message"] == f"prompt: {says}" and refused["code"] == "context_length_exceeded"
+        refused = error_of(live.post("/v1/completions", prompt=long, max_tokens=10))
+        assert refused["message"] == f"prompt: {says.format('prompt')}"
+        assert refused["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "x" * 1000}, {"role": "user", "content": "x" * 25}]
-    assert f"messages: {says}" in live.post("/v1/chat/completions", messages=messages).text
+    chat = error_of(live.post("/v1/chat/completions", messages=messages, max_tokens=10))
+    assert chat["message"] == f"messages: {says.format('messages')}"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "tokens"),
+    [
+        ("/v1/completions", {"prompt": "x" * 300, "max_tokens": 10}, "prompt", (300, 10)),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 10},
+            "messages",
+            (326, 10),
+        ),
+        ("/v1/responses", {"input": "x" * 300, "max_output_tokens": 10}, "input", (326, 1)),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_with_both_numbers(
+    live: Live, path: str, body: dict[str, object], field: str, tokens: tuple[int, int]
+) -> None:
+    error = error_of(live.post(path, **body))
+    assert error["message"] == (
+        f"{field}: this model's maximum context length is 256 tokens. However, you requested {sum(tokens)} "
+        f"tokens ({tokens[0]} in the {field}, {tokens[1]} in the completion); shorten the {field} or the "
+        "completion"
+    )
+    assert (error["type"], error["param"], error["code"]) == (
+        "invalid_request_error",
+        field,
+        "context_length_exceeded",
+    )
+
+
+@pytest.mark.parametrize(("length", "tokens"), [(300, 326), (1100, 1100)])
+def test_anthropics_clients_are_told_in_its_words(live: Live, length: int, tokens: int) -> None:
+    """A text that is not tokenized has its bytes as an upper bound."""
+    messages = [{"role": "user", "content": "x" * length}]
+    answer = live.post("/v1/messages", messages=messages, max_tokens=10)
+    message = f"prompt is too long: {tokens} tokens > 255 maximum"
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {"type": "invalid_request_error", "message": message}
 
 
 def test_what_takes_long_does_not_hold_up_others(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +325,7 @@ def test_of_many_wrong_items_one_is_looked_for() -> None:
 @pytest.mark.parametrize(
     ("message", "says"),
     [
-        ({"role": "function", "content": "x", "name": "f"}, "or 'tool'"),
+        ({"role": "a b", "content": "x", "name": "f"}, "{0,31}$'"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "should be 'text'"),
     ],
 )

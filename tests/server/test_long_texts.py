@@ -45,7 +45,7 @@ def test_a_prompt_has_no_more_characters_than_any_other_text(
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * (MOST + 1)}]},
     }.items():
         answer = live.post(path, **body)
-        assert answer.json()["error"]["code"] == "string_above_max_length"
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_few_long_texts_are_tokenized_at_a_time(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

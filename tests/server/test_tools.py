@@ -79,6 +79,7 @@ def test_a_call_has_openais_shape(live: Live) -> None:
         "role": "assistant",
         "content": "I look.",
         "refusal": None,
+        "reasoning": None,
         "tool_calls": [{"type": "function", "function": {"name": "now", "arguments": "{}"}}],
     }
     assert choice["finish_reason"] == "tool_calls"
@@ -162,6 +163,35 @@ def test_a_call_that_is_cut_off_ends_for_its_length(live: Live) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "length", "begun"),
+    [
+        ("required", 3, None),
+        ("required", 18, None),
+        ("required", 36, ("get_weather", "")),
+        ("required", 60, ("get_weather", ARGUMENTS[:15])),
+        ({"type": "function", "function": {"name": "get_weather"}}, 3, ("get_weather", "")),
+        ({"type": "function", "function": {"name": "get_weather"}}, 60, ("get_weather", ARGUMENTS[:15])),
+    ],
+)
+def test_a_forced_call_that_is_cut_has_begun(
+    live: Live, choice: Any, length: int, begun: tuple[str, str] | None, stream: bool
+) -> None:
+    answer = create(live, HERMES, tool_choice=choice, max_tokens=length, stream=stream)
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call.function for chunk in chunks for call in chunk.delta.tool_calls or []]
+        assert chunks[-1].finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
+    else:
+        message = answer.choices[0].message
+        calls = [call.function for call in message.tool_calls or []]
+        assert answer.choices[0].finish_reason == "length" and not message.content
+    name = "".join(call.name or "" for call in calls)
+    found = (name, "".join(call.arguments for call in calls)) if calls else None
+    assert found == begun or (begun and found and found[0] == begun[0] and ARGUMENTS.startswith(found[1]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_are_those_of_all_tokens(live: Live, stream: bool) -> None:
     options = {"logprobs": True, "top_logprobs": 1, "stream": stream}
     with_calls, without = (create(live, HERMES, **options, tools=t) for t in (TOOLS, openai.NOT_GIVEN))
@@ -209,7 +239,51 @@ def test_a_call_can_be_forced(live: Live) -> None:
     create(live, NOW, tool_choice="required")
     several = live.worker.seen[-1].grammar
     create(live, NOW, tool_choice="required", parallel_tool_calls=False)
-    assert several.count("*") == live.worker.seen[-1].grammar.count("*") + 1
+    alone = live.worker.seen[-1].grammar
+    assert several.count("*") == alone.count("*") + 1
+    create(live, NOW, tool_choice={"type": "function", "function": {"name": "now"}})
+    assert live.worker.seen[-1].grammar.count("*") == alone.count("*"), "a named function is called once"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_the_only_ones(live: Live, mode: str) -> None:
+    named = [{"type": "function", "function": {"name": "now"}}]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    assert create(live, NOW, tool_choice=choice).choices[0].message.tool_calls[0].function.name == "now"
+    request = live.worker.seen[-1]
+    assert "get_weather" not in live.worker.tokenizer.decode(request.prompt_token_ids)
+    assert bool(request.grammar) == (mode == "required")
+    named[0]["function"]["name"] = "later"  # type: ignore[index]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\]: got 'later'; allowed: 'get_weather'"):
+        create(live, NOW, tool_choice=choice)
+
+
+@pytest.mark.parametrize("name", ["srv:do/it", "a.b-c_d", "x" * 64])
+def test_names_that_other_servers_take(live: Live, name: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}}]
+    reply = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    for choice in ("auto", "required"):
+        message = create(live, reply, tools=tools, tool_choice=choice).choices[0].message
+        assert message.tool_calls[0].function.name == name
+
+
+def test_a_name_that_is_too_long_is_refused_with_the_limit(live: Live) -> None:
+    tools = [{"type": "function", "function": {"name": "x" * 65}}]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].function.name: got 'x+.*\{1,64\}"):
+        create(live, NOW, tools=tools)
+
+
+def test_messages_of_other_shapes(live: Live) -> None:
+    messages = [
+        {"role": "critic", "content": "harsh"},
+        {"role": "user", "content": ["How", "is it?"], "tool_calls": []},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": []},
+        {"role": "assistant", "content": None, "refusal": "Never."},
+        {"role": "user", "content": "hi"},
+    ]
+    create(live, "ok", messages=messages)
+    prompt = live.worker.tokenizer.decode(live.worker.seen[-1].prompt_token_ids)
+    assert "[critic]harsh[user]How\nis it?[assistant]No.[assistant]Never.[user]hi" in prompt
 
 
 def test_an_unknown_format_of_a_schema_is_a_remark(live: Live) -> None:
@@ -254,12 +328,12 @@ def test_a_form_comes_after_the_reasoning(live: Live, serving: Callable[..., Liv
                 "tools": [
                     {
                         "type": "function",
-                        "function": {"name": "f", "parameters": {"unevaluatedProperties": False}},
+                        "function": {"name": "f", "parameters": {"properties": {"a": {"contains": {}}}}},
                     }
                 ],
             },
             "tools",
-            "tools: .*unevaluatedProperties",
+            r"^.*tools\[0\].function.parameters of 'f': at properties.a.contains: an answer cannot",
         ),
     ],
 )
@@ -343,7 +417,7 @@ def test_reasoning_can_be_left_out(live: Live, stream: bool) -> None:
     answer = create(live, "<think>So.</think>Yes.", stream=stream, extra_body=flags)
     parts = [c.choices[0].delta for c in answer] if stream else [answer.choices[0].message]
     assert "".join(part.content or "" for part in parts) == "Yes."
-    assert not any("reasoning" in part.model_dump() for part in parts)
+    assert not any(part.model_dump().get("reasoning") for part in parts)
 
 
 def test_the_effort_reaches_the_template(live: Live) -> None:

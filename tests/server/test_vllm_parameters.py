@@ -38,6 +38,80 @@ def test_allowed_tokens_and_bad_words_reach_the_worker_as_ids(
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
+def test_a_salt_reaches_the_worker(launch: Launch, path: str, body: dict[str, Any]) -> None:
+    live = launch()
+    assert live.post(path, **body, cache_salt="tenant").status_code == 200
+    assert live.worker.seen[-1].params.cache_salt == "tenant"
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+def test_the_tokens_of_log_probabilities_may_be_chosen(
+    launch: Launch, path: str, body: dict[str, Any]
+) -> None:
+    live = launch()
+    wanted = {"logprobs": 0} if path == COMPLETIONS else {"logprobs": True}
+    assert live.post(path, **body, **wanted, logprob_token_ids=[7, 3]).status_code == 200
+    assert live.worker.seen[-1].params.logprob_token_ids == (7, 3)
+    refused = live.post(path, **body, **wanted, logprob_token_ids=[VOCAB]).json()["error"]
+    assert refused["param"] == "logprob_token_ids"
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tokens_of_log_probabilities_may_be_named_by_their_ids(
+    live: Live, path: str, body: dict[str, Any], streamed: bool
+) -> None:
+    wanted = {"logprobs": 1} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 1}
+    fields = {**body, **wanted, "return_tokens_as_token_ids": True}
+    answers = stream(live, path, **fields) if streamed else [live.post(path, **fields).json()]
+    logprobs = [
+        choice["logprobs"] for answer in answers for choice in answer["choices"] if choice["logprobs"]
+    ]
+    if path == COMPLETIONS:
+        names = [name for piece in logprobs for name in piece["tokens"]]
+        tops = [name for piece in logprobs for top in piece["top_logprobs"] for name in top]
+    else:
+        entries = [entry for piece in logprobs for entry in piece["content"]]
+        names = [entry["token"] for entry in entries]
+        tops = [top["token"] for entry in entries for top in entry["top_logprobs"]]
+    assert names[:2] == ["token_id:104", "token_id:105"]
+    assert tops and all(name.startswith("token_id:") for name in tops)
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"ebnf": 'root ::= "yes"'}, '"yes"'),
+        ({"response_format": {"type": "json_object", "schema": {"const": 71}}}, '"const": 71'),
+    ],
+)
+def test_forms_of_other_servers_constrain(
+    live: Live, path: str, body: dict[str, Any], fields: dict[str, Any], constraint: str
+) -> None:
+    assert live.post(path, **body, **fields).status_code == 200
+    assert constraint in live.worker.seen[-1].grammar.replace("\\", "")
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop_regex", "[a-z]"),
+        ("logprob_token_ids", [1]),
+        ("logprob_token_ids", [1] * 129),
+        ("ebnf", "root ::= ("),
+        ("cache_salt", ""),
+    ],
+)
+def test_what_constrains_and_cannot_be_done_is_refused(
+    live: Live, path: str, body: dict[str, Any], field: str, value: object
+) -> None:
+    answer = live.post(path, **body, **{field: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -131,7 +205,7 @@ def test_token_ids_of_prompt_and_answer(live: Live) -> None:
     assert [token for choice in choices for token in choice["token_ids"]] == first["token_ids"]
     assert [choice.get("prompt_token_ids") for choice in choices] == [first["prompt_token_ids"], None, None]
     plain = live.post(COMPLETIONS, prompt="x", max_tokens=1).json()["choices"][0]
-    assert not {"token_ids", "prompt_token_ids", "prompt_logprobs"} & set(plain)
+    assert not {"token_ids", "prompt_token_ids"} & set(plain) and plain["prompt_logprobs"] is None
 
 
 @pytest.mark.parametrize("reply", ["hi", "\u00e9"])

@@ -216,9 +216,9 @@ def test_nothing_cannot_be_continued(tmp_path: Path, messages: list[dict[str, st
     ("template", "text"),
     [
         ("{{ messages|tojson(separators=(',',':'), sort_keys=true) }}", '[{"content":"é","role":"user"}]'),
-        ("{{ messages[0].role|tojson(indent=2) }}", '"user"'),
+        ("{{ messages[0].content|tojson(indent=2) }}", '"é"'),
         ("a{% generation %}{{ messages[0].content }}{% endgeneration %}b", "aéb"),
-        ("{{ 'tools' if tools is not none or documents is not none else 'plain' }}", "plain"),
+        ("{{ messages[0].content if tools is none and documents is none }}", "é"),
     ],
     ids=["compact", "indented", "generation", "no tools"],
 )
@@ -229,8 +229,15 @@ def test_what_templates_use_of_transformers_is_there(tmp_path: Path, template: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tools", [None, [{"name": "f"}]])
-@pytest.mark.parametrize("tool_use", ["\n [{{ tools | length }}]\n", "{% set x = 1 %}  \n{{ x }}", None])
-@pytest.mark.parametrize("default", ["  {{ messages[0].content }}  \n\n", "{{ 2 }}", None])
+@pytest.mark.parametrize(
+    "tool_use",
+    [
+        "\n [{{ tools | length }}]{{ [messages, tools] }}\n",
+        "{% set x = 1 %}  \n{{ [x, messages, tools] }}",
+        None,
+    ],
+)
+@pytest.mark.parametrize("default", ["  {{ [messages, tools] }}  \n\n", "{{ [2, messages, tools] }}", None])
 def test_a_named_template_is_that_of_requests_with_tools(
     tmp_path: Path, default: str | None, tool_use: str | None, tools: list[Any] | None
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -37,10 +37,12 @@ class Announcer:
         port: int,
         as_json: bool,
         formats: Formats,
+        messages: Sequence[str] = (),
         cluster: Callable[[], ClusterStatus] | None = None,
         admin_key: str | None = None,
     ) -> None:
-        """formats: which parsers read the answers. cluster: returns the status of the processes. None if one
+        """formats: which parsers read the answers. messages: what becomes of messages that the chat template
+        would not take, one sentence each. cluster: returns the status of the processes. None if one
         worker process does everything.
 
         admin_key: a key to print, since nobody else knows it. None prints none.
@@ -48,6 +50,7 @@ class Announcer:
         self._cluster = cluster
         self._admin_key = admin_key
         self._formats = formats
+        self._messages = list(messages)
         self._has_announced = False
         self._name = name
         self._host = host
@@ -95,11 +98,13 @@ class Announcer:
         if self._as_json:
             record = as_record(self._name, url, info)
             record |= {"tool_call_parser": self._formats.calls, "reasoning_parser": self._formats.reasoning}
+            record |= {"messages": self._messages}
             record |= {} if status is None else {"cluster": status}
             record |= {} if self._admin_key is None else {"admin_key": self._admin_key}
             text = json.dumps(record)
         else:
-            parts = [in_text(as_table(self._name, info)), parsers_line(self._formats), capacity_line(info)]
+            parts = [in_text(as_table(self._name, info)), parsers_line(self._formats)]
+            parts += [f"Chat template: {sentence}" for sentence in self._messages] + [capacity_line(info)]
             parts += [] if status is None else as_lines(status)
             if self._admin_key is not None:
                 parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")

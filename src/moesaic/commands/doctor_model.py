@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moesaic.commands import hardware, model_report
 from moesaic.commands.machine import Machine, examine, nearest_existing
@@ -55,6 +55,7 @@ from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
 from moesaic.runtime.offloaded_worker import paged_layout
 from moesaic.text.tokenizer import Tokenizer, check_files
 
+T = TypeVar("T")
 UNKNOWN_MODEL = "MODEL"
 """Stands in a command for the directory of a model of which only a config.json was given."""
 
@@ -108,12 +109,21 @@ def _restore_hub_names(message: str, folder: Path, name: str) -> str:
 def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     raw = source.read()
     warnings: list[str] = []
-    spec, problems = _ask_loader(source, name, raw, warnings)
+    spec, problems, chat_template = _ask_loader(source, name, raw, warnings)
     storage = _describe_storage(source, raw, spec)
     sizes = _sizes(raw, name, storage)
     machine = examine()
     warnings += registry.describe_unused(raw, _list_tensors(source))
-    report = ModelReport(name, raw.get("model_type"), spec, None, storage, problems, warnings=warnings)
+    report = ModelReport(
+        name,
+        raw.get("model_type"),
+        spec,
+        None,
+        storage,
+        problems,
+        warnings=warnings,
+        chat_template=chat_template,
+    )
     command = _Command(options, source)
     if isinstance(sizes, str):
         return report if problems else replace(report, command=command.serve(), sizes_error=sizes)
@@ -125,14 +135,15 @@ def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
 
 def _ask_loader(
     source: FoundModel, model: str, raw: dict[str, Any], warnings: list[str]
-) -> tuple[ModelSpec | None, list[str]]:
-    """What the loader says about a model: its sizes, and the errors that it would raise.
+) -> tuple[ModelSpec | None, list[str], list[str]]:
+    """What the loader says about a model: its sizes, the errors that it would raise, and what its chat
+    template makes of messages.
 
     warnings: gets what a user should know of a model that it loads.
     """
     problems: list[str] = []
 
-    def try_step(step: Callable[[], ModelSpec | None]) -> ModelSpec | None:
+    def try_step(step: Callable[[], T]) -> T | None:
         try:
             return step()
         except ConfigError as error:
@@ -144,12 +155,12 @@ def _ask_loader(
         try_step(lambda: registry.understand(raw, source.parent, _claims(source, raw)))
     if source.directory is not None:
         directory = source.directory
-        try_step(lambda: _read_ends(directory, warnings))
-    elif source.files is not None:
+        return spec, problems, try_step(lambda: _read_tokenizer(directory, warnings)) or []
+    if source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
         try_step(lambda: _check_weights(model, names, raw))
-    return spec, problems
+    return spec, problems, []
 
 
 def _check_weights(model: str, names: Collection[str], raw: dict[str, Any]) -> None:
@@ -159,15 +170,18 @@ def _check_weights(model: str, names: Collection[str], raw: dict[str, Any]) -> N
         raise CheckpointError(f"{model}: {problem}")
 
 
-def _read_ends(directory: Path, warnings: list[str]) -> None:
-    """Reads the tokenizer and the tokens that end an answer."""
-    tokenizer = Tokenizer(directory)
-    tokenizer.close()
-    if not files.generation_defaults(directory).join_ends(tokenizer.end_token_ids):
-        warnings.append(
-            "no token ends an answer, so each one goes on to its limit: name one as eos_token_id in "
-            "generation_config.json, or as eos_token in tokenizer_config.json"
-        )
+def _read_tokenizer(directory: Path, warnings: list[str]) -> list[str]:
+    """What the chat template of a checkpoint makes of messages, one sentence each.
+
+    warnings: gets a sentence if no token ends an answer.
+    """
+    with contextlib.closing(Tokenizer(directory)) as tokenizer:
+        if not files.generation_defaults(directory).join_ends(tokenizer.end_token_ids):
+            warnings.append(
+                "no token ends an answer, so each one goes on to its limit: name one as eos_token_id in "
+                "generation_config.json, or as eos_token in tokenizer_config.json"
+            )
+        return [] if tokenizer.arrivals is None else tokenizer.arrivals.describe()
 
 
 def _list_tensors(source: FoundModel) -> Collection[str]:

@@ -73,6 +73,8 @@ class ModelReport:
     """What predicted speeds assume, one sentence each."""
     warnings: Sequence[str] = ()
     """What a user of the model should know, one sentence each."""
+    chat_template: Sequence[str] = ()
+    """What the chat template makes of messages, one sentence each. Empty without the checkpoint's files."""
     is_unplanned: bool = False
     """True: the model does not fit, and without figures of the machine --fast-memory was not planned."""
 
@@ -89,6 +91,7 @@ class ModelReport:
             "verdict": judge(self),
             "supported": not self.problems,
             "problems": list(self.problems),
+            "chat_template": list(self.chat_template),
             "layers": None if sizes is None else sizes.layers,
             "moe_layers": None if sizes is None else sizes.moe_layers,
             "experts": None if sizes is None else sizes.experts,
@@ -203,6 +206,8 @@ def _facts(report: ModelReport) -> dict[str, str]:
     rows["stored"] = f"{shorten(storage.type)}{method}{size}"
     if storage.download is not None:
         rows["download"] = in_bytes(storage.download)
+    if report.chat_template:
+        rows["messages"] = "; ".join(report.chat_template)
     return rows
 
 

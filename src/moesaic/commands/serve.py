@@ -154,12 +154,14 @@ def _serve(
 
     host, port = listener.getsockname()[:2]
     new_key = secrets.token_hex(24) if launched_engine.supervisor and server.admin_key is None else None
-    template = launched_engine.engine.tokenizer.chat_template
-    formats = detect_formats(template, server.tool_call_parser, server.reasoning_parser)
+    tokenizer = launched_engine.engine.tokenizer
+    formats = detect_formats(tokenizer.chat_template, server.tool_call_parser, server.reasoning_parser)
+    arrivals = tokenizer.arrivals  # the worker loads meanwhile
+    moves = [] if arrivals is None else arrivals.describe_instructions()
     with (
         _spans(server.otlp_traces_endpoint, names[0]) as spans,
         Announcer(
-            names[0], host, port, as_json, formats, find_status_report(launched_engine), new_key
+            names[0], host, port, as_json, formats, moves, find_status_report(launched_engine), new_key
         ) as announcer,
     ):
         connection = ObservedConnection(launched_engine.connection, announcer.observe)

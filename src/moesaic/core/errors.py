@@ -45,6 +45,38 @@ class RequestError(MoesaicError):
         self.code = code
 
 
+class ContextLengthError(RequestError):
+    """A prompt is too long for the context of the model.
+
+    The texts have the words that clients look for, to compact a conversation or to read the numbers.
+    """
+
+    def __init__(
+        self, prompt_tokens: int, new_tokens: int, limit: int, field: str = "prompt", is_bound: bool = False
+    ) -> None:
+        """new_tokens: of the answer. limit: the context length. is_bound: prompt_tokens is an upper bound."""
+        self._numbers = (prompt_tokens, new_tokens, limit)
+        self._is_bound = is_bound
+        bound = "up to " if is_bound else ""
+        super().__init__(
+            f"{field}: this model's maximum context length is {limit} tokens. However, you requested {bound}"
+            f"{prompt_tokens + new_tokens} tokens ({prompt_tokens} in the {field}, {new_tokens} in the "
+            f"completion); shorten the {field} or the completion",
+            field,
+            "context_length_exceeded",
+        )
+
+    def in_field(self, field: str) -> ContextLengthError:
+        """The same error about the field by which the client sent the prompt."""
+        return ContextLengthError(*self._numbers, field, self._is_bound)
+
+    @property
+    def anthropic_message(self) -> str:
+        """The error in the words of Anthropic's API."""
+        prompt_tokens, new_tokens, limit = self._numbers
+        return f"prompt is too long: {prompt_tokens} tokens > {limit - new_tokens} maximum"
+
+
 class TemplateError(MoesaicError):
     """A chat template failed. The message is a predicate, such as "ran for more than 5 seconds".
 

@@ -12,6 +12,8 @@ from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_TOKENS = 128
+"""Maximum number of logprob_token_ids. Each gives a number for each token of the answer."""
 MAX_BAD_WORDS = 1000
 MAX_BAD_WORD_CHARACTERS = 1 << 16
 """Maximum number of characters of all bad words of a request."""
@@ -80,10 +82,14 @@ class SamplingParams:
     """Continue after the model's end-of-sequence tokens."""
     logprobs: int | None = None
     """Return the log-probability of each token and of this many most likely tokens, 0 to 20."""
+    logprob_token_ids: Sequence[int] = ()
+    """The tokens whose log-probabilities `logprobs` returns in place of those of the most likely ones."""
     prompt_logprobs: int | None = None
     """Return the same as `logprobs` for the tokens of the prompt. Such a request uses no cached prefix."""
     return_routed_experts: bool = False
     """Return the experts of each token, and the expert servers that computed them."""
+    cache_salt: str = ""
+    """Only requests of the same salt share cached prefixes."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     allowed_token_ids: Sequence[int] | None = None
@@ -102,6 +108,7 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logprob_token_ids", _tuple("logprob_token_ids", self.logprob_token_ids))
         object.__setattr__(self, "logit_bias", _mapping("logit_bias", self.logit_bias))
         object.__setattr__(self, "bad_words", _tuple("bad_words", self.bad_words))
         object.__setattr__(self, "bad_word_ids", tuple(map(tuple, self.bad_word_ids)))
@@ -135,8 +142,14 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, None)
             _number("logit_bias", bias, -100.0, 100.0)
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, None)
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name):
+                _integer(name, token, 0, None)
+        if self.logprob_token_ids and self.logprobs is None:
+            raise RequestError("logprob_token_ids: allowed only with logprobs", "logprob_token_ids")
+        if len(self.logprob_token_ids) > MAX_LOGPROB_TOKENS:
+            got = f"{len(self.logprob_token_ids)} token ids; allowed: at most {MAX_LOGPROB_TOKENS}"
+            raise RequestError(f"logprob_token_ids: got {got}", "logprob_token_ids")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError(f"stop: got {list(self.stop)!r}; allowed: texts that are not empty", "stop")
         self._check_bans()

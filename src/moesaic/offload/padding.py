@@ -49,11 +49,13 @@ class PaddedBlocks(KVBlocks):
     def capacity(self, request_id: int) -> int:
         return super().capacity(request_id) - self._padding_tokens[request_id]
 
-    def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
+    def allocate(
+        self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0, salt: bytes = b""
+    ) -> int | None:
         tokens = len(token_ids)
         lacking = max(self._longest - tokens, 0)
         padding_blocks = self.blocks_for(tokens + lacking) - self.blocks_for(tokens)
-        cached_tokens = super().allocate(request_id, token_ids, reusable, spare + padding_blocks)
+        cached_tokens = super().allocate(request_id, token_ids, reusable, spare + padding_blocks, salt)
         if cached_tokens is not None:
             self._padding_tokens[request_id] = lacking
             self.extend(request_id, tokens)

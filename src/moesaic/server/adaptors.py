@@ -13,7 +13,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive
 
-from moesaic.core.errors import RequestError
+from moesaic.core.errors import ContextLengthError, RequestError
 from moesaic.server.blocks import BlockEvent, block_events
 from moesaic.server.chat import Chat
 from moesaic.server.errors import Problem
@@ -32,6 +32,11 @@ class Writer(Protocol):
         """The complete answer."""
         ...
 
+    @property
+    def ping(self) -> NamedEvent | None:
+        """The event that a stream sends in a long silence. None: a comment."""
+        ...
+
     def make_error_event(self, problem: Problem) -> NamedEvent:
         """The last event of a stream that an error ends."""
         ...
@@ -41,7 +46,7 @@ async def deliver(writer: Writer, chat: Chat, stream: bool, receive: Receive) ->
     """The answer to a chat as a stream or as a whole."""
     blocks = block_events(chat.chunks())
     if stream:
-        return NamedEventStream(writer.events(blocks), chat.source, writer.make_error_event)
+        return NamedEventStream(writer.events(blocks), chat.source, writer.make_error_event, writer.ping)
     return await answer(receive, chat.source, writer.build_answer(blocks))
 
 
@@ -59,4 +64,6 @@ def translate_fields(names: Sequence[tuple[str, str]]) -> Generator[None]:
         for pattern, name in names:
             text = re.sub(f"^{pattern}", name, text)
             field = field and re.sub(f"^{pattern}", name, field)
+        if isinstance(error, ContextLengthError) and field is not None:
+            raise error.in_field(field) from error
         raise RequestError(text, field, error.code) from error

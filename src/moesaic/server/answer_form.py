@@ -54,6 +54,8 @@ def _find_form(body: GenerationRequest) -> tuple[dict[str, Any] | None, str]:
         forms[_ROOT] = _dump_known_fields(body.structured_outputs)
     if body.response_format is not None and body.response_format.type != "text":
         forms["response_format"] = _of_response_format(body.response_format)
+    if body.ebnf is not None:
+        forms["ebnf"] = {"grammar": body.ebnf}
     for name in _GUIDED_FORMS:
         # guided_json_object: false asks for nothing.
         if (value := getattr(body, f"guided_{name}")) not in (None, False):
@@ -78,7 +80,8 @@ def _of_response_format(response_format: ResponseFormat) -> dict[str, Any]:
             structures = [_dump_known_fields(structure) for structure in response_format.structures or []]
             return {"structural_tag": {"structures": structures, "triggers": response_format.triggers or []}}
         case _:
-            return {"json_object": True}
+            schema = response_format.schema_
+            return {"json_object": True} if schema is None else {"json": schema}
 
 
 def _dump_known_fields(body: Body) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 import uuid
@@ -31,6 +32,8 @@ class Reading:
     include_reasoning: bool = True
     has_named_function: bool = False
     """The request names the function that the answer calls."""
+    forced_names: tuple[str, ...] = ()
+    """The functions of which a grammar makes the answer call one. Empty: no call is forced."""
 
     def answer(self) -> Answer:
         """A new answer."""
@@ -69,16 +72,39 @@ class Answer:
             # The first time, tokens that the parser held back until it knew the tag count too.
             self.reasoning_tokens += len(output.token_ids) if self.reasoning_tokens else self._tokens
         if output.finish_reason is not None:
-            events += self._parser.finish()
+            ended_by_model = output.finish_reason is FinishReason.STOP and output.stop_reason is None
+            last_events = self._parser.finish(is_cut=not ended_by_model)
+            if self._reading.forced_names and not ended_by_model:
+                last_events = self._read_cut_call(last_events)
+            events += last_events
         return [delta for event in events for delta in self._deltas(event)]
+
+    def _read_cut_call(self, events: list[Event]) -> list[Event]:
+        """The last events of a forced call that was cut. What looks like content is the beginning of its
+        syntax, and the call has begun if that says of which function."""
+        text = "".join(event.text for event in events if isinstance(event, Content))
+        events = [event for event in events if not isinstance(event, Content)]
+        names = self._reading.forced_names
+        if len(names) > 1:
+            names = tuple(
+                name for name in names if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", text)
+            )
+        if self._calls or not text.strip() or len(names) != 1:
+            return events
+        return [*events, CallStart(0, names[0])]
 
     def message(self) -> ChatMessage:
         """The message of all outputs so far."""
         content, reasoning = "".join(self._content), "".join(self._reasoning)
         is_empty = not content and (self._calls or reasoning)
-        message = ChatMessage(role="assistant", content=None if is_empty else content, refusal=None)
+        message = ChatMessage(
+            role="assistant",
+            content=None if is_empty else content,
+            refusal=None,
+            reasoning=reasoning or None,  # clients of vLLM read it everywhere
+        )
         if reasoning:
-            message.reasoning = message.reasoning_content = reasoning
+            message.reasoning_content = reasoning
         if self._calls:
             message.tool_calls = [
                 ToolCall(

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from fastapi import Depends
 
 from moesaic.config import CorsConfig
-from moesaic.server import chat, completions, docs_page, elastic, status, tokens, watching, web_page
+from moesaic.server import chat, completions, docs_page, elastic, missing, status, tokens, watching, web_page
 from moesaic.server.anthropic import routes as anthropic
 from moesaic.server.cluster_metrics import ClusterCollector
 from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
+from moesaic.server.head import HeadAsGet
 from moesaic.server.metrics import OWN_PREFIX, EngineCollector, make_registry
 from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.request_trace import RequestTrace, Tracing
@@ -53,7 +54,7 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    modules = (completions, chat, openai_responses, anthropic, tokens, elastic, watching)
+    modules = (completions, chat, openai_responses, anthropic, tokens, elastic, watching, missing)
     routers = [*(module.router for module in modules), status.models_router]
     for router in [*routers, tokens.info_router] if tokenizer_info else routers:
         app.include_router(router, dependencies=key_needed)
@@ -61,6 +62,7 @@ def create_app(
     app.include_router(docs_page.router)
     app.include_router(web_page.router)
     install_handlers(app)
+    app.add_middleware(HeadAsGet)
     if on_trace is not None:
         app.add_middleware(Tracing, write=on_trace)
     app.add_middleware(Guard, access=access, max_body_bytes=max_body_bytes, body_seconds=body_seconds)

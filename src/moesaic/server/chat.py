@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from moesaic.core.errors import RequestError
+from moesaic.core.errors import ContextLengthError, RequestError
 from moesaic.core.reasoning import ReasoningBudget
 from moesaic.core.request import RequestOutput, SamplingParams, TokenLogprob, TokenRoute
 from moesaic.server.answer_form import require_grammar
@@ -45,7 +45,7 @@ from moesaic.server.responses import (
 from moesaic.server.sampling import chat_params
 from moesaic.server.service import Service, Serving
 from moesaic.server.token_routes import set_routes
-from moesaic.server.tools import callable_tools, with_grammar
+from moesaic.server.tools import callable_tools, list_forced_names, restrict_tools, with_grammar
 from moesaic.server.usage import Tally
 
 router = APIRouter(route_class=StrictJsonRoute)
@@ -60,6 +60,7 @@ FIELD = "thinking_token_budget"
 async def create_chat_completion(body: ChatRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation."""
     service.fields.check(body, request)
+    service.fields.note(["store"] if body.store else [], request, may_refuse=False)  # nothing is kept
     chat = await open_chat(body, request.receive, service)
     if chat is None:
         return Response(status_code=CLIENT_GONE)
@@ -92,15 +93,18 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
     service.engine.require_serving()
     service.require_model(body.model)
     require_few_entries(body, body.n or 1)
+    body = restrict_tools(body)
     tools = callable_tools(body, service.formats)
     params = chat_params(body, service)
     await require_grammar(params, body, service)
-    cut = Truncation.from_body(body, body.max_completion_tokens or body.max_tokens, service)
+    max_new_tokens = body.max_completion_tokens or body.max_tokens
+    cut = Truncation.from_body(body, max_new_tokens, service)
     rendering = chat_prompt(
         body.messages,
         body,
         service,
         any_length=cut.tokens is not None,
+        max_new_tokens=1 if fit else max_new_tokens,
         special=body.add_special_tokens is True,  # a chat template writes special tokens itself
     )
     full_prompt = await run_until_disconnect(receive, rendering)
@@ -115,6 +119,7 @@ async def open_chat(body: ChatRequest, receive: Receive, service: Service, fit: 
         parallel=body.parallel_tool_calls is not False,
         include_reasoning=body.include_reasoning is not False,
         has_named_function=isinstance(body.tool_choice, ToolChoice),
+        forced_names=list_forced_names(body),
     )
     params = with_budget(await with_grammar(params, body, reading, service), body, reading, service)
     if fit:  # after the prompt is known, since the rest of the context is the limit
@@ -143,6 +148,8 @@ def _open(
         return service.engine.open(
             [(prompt, params)], own_text=own_text, kept_special_tokens=kept_special_tokens
         )
+    except ContextLengthError as error:
+        raise error.in_field("messages") from error
     except RequestError as error:
         field = "messages" if error.field == "prompt" else error.field
         raise RequestError(str(error), field, error.code) from error
@@ -216,6 +223,8 @@ class Reply:
             model=self._service.model_name,
             choices=[self._choice(index, outputs[index]) for index in sorted(outputs)],
             usage=self._tally.usage(),
+            system_fingerprint=None,
+            prompt_logprobs=None,
         )
         if self._body.return_token_ids:
             completion.prompt_token_ids = self._prompt
@@ -253,7 +262,9 @@ class Reply:
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(entries, self._body.top_logprobs or 0, self._service.tokenizer)
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        num_candidates = self._body.count_candidates(self._body.top_logprobs or 0)
+        return chat_logprobs(entries, num_candidates, self._service.tokenizer, as_ids)
 
     def _chunk(
         self,

@@ -96,7 +96,9 @@ class _Reply:
             piece = await self._build_piece_off_loop(number, output)
             pieces[piece.index].append(piece)
         choices = [_join_pieces(pieces[index]) for index in sorted(pieces)]
-        return self._completion(choices, self._tally.usage())
+        completion = self._completion(choices, self._tally.usage())
+        completion.system_fingerprint = None  # clients of OpenAI's API read it
+        return completion
 
     async def _build_piece_off_loop(self, number: int, output: RequestOutput) -> CompletionChoice:
         """`_piece`, in a thread if it looks up many tokens. A long scored prompt takes seconds."""
@@ -115,8 +117,9 @@ class _Reply:
         if first:
             skip = self._body.skip_special_tokens is not False
             echoed_prompt = self._prompts[number] if self._body.echo else None
-            tokenizer, top = self._service.tokenizer, self._body.logprobs or 0
-            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed_prompt)
+            tokenizer, top = self._service.tokenizer, self._body.count_candidates(self._body.logprobs or 0)
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed_prompt, as_ids)
         echo = self._prompts[number] if first and self._body.echo else None
         choice = CompletionChoice(
             index=index,
@@ -184,6 +187,7 @@ def _join_pieces(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     """Join the pieces of one choice."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     update: dict[str, Any] = {
+        "prompt_logprobs": None,
         "text": "".join(piece.text for piece in pieces),
         "logprobs": _join_logprobs(scores),
     }

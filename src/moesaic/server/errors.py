@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from moesaic.core.errors import (
+    ContextLengthError,
     EngineDeadError,
     MoesaicError,
     NonFiniteLogitsError,
@@ -72,17 +73,20 @@ class Problem(HTTPException):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        anthropic_message: str | None = None,
     ) -> None:
+        """anthropic_message: the message in Anthropic's API. None: the same."""
         super().__init__(status, message, None if headers is None else dict(headers))
         # A client's field name may contain a lone surrogate, which the answer cannot repeat.
         clean = [None if text is None else text.encode(errors="replace").decode() for text in (param, code)]
         text = message.encode(errors="replace").decode()
+        self._anthropic_message = text if anthropic_message is None else anthropic_message
         self.body = ErrorResponse(error=ErrorDetail(message=text, type=kind, param=clean[0], code=clean[1]))
 
     def json(self, path: str = "") -> str:
         """The body of the answer to a request for `path`, in the form of its API."""
         if path.startswith(anthropic.PATHS):
-            detail = anthropic.make_anthropic_error(self.status_code, self.body.error.message)
+            detail = anthropic.make_anthropic_error(self.status_code, self._anthropic_message)
             return json.dumps({"type": "error", **detail})
         return self.body.model_dump_json()
 
@@ -107,6 +111,14 @@ def _map_to_problem(error: Exception) -> Problem:
     match error:
         case Problem():
             return error
+        case ContextLengthError():
+            return Problem(
+                400,
+                str(error),
+                param=error.field,
+                code=error.code,
+                anthropic_message=error.anthropic_message,
+            )
         case RequestError():
             return Problem(400, str(error), param=error.field, code=error.code)
         case UnknownModelError():

@@ -19,6 +19,9 @@ from moesaic.server.responses import Payload
 
 T = TypeVar("T")
 
+PING_SECONDS = 10.0
+"""Maximum number of seconds that a stream is silent, as while a long prompt is read. Clients and proxies may
+take a longer silence for an outage."""
 CLIENT_GONE = 499
 """The status of an answer whose client has disconnected. It appears in logs only."""
 
@@ -54,6 +57,8 @@ class EventStream(Response, Generic[SendableT]):
         del self.headers["content-length"]  # nobody knows the length of a stream before its end
         self._chunks = chunks
         self._source = source
+        self._last_event_time = 0.0
+        """Time at which something was sent, on the loop's clock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -63,10 +68,30 @@ class EventStream(Response, Generic[SendableT]):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        self._note_event()
+        pings = asyncio.ensure_future(self._send_pings(send))
+        try:
+            async with aclosing(self._events()) as events:
+                async for event in events:
+                    self._note_event()
+                    await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        finally:
+            pings.cancel()
+            await asyncio.gather(pings, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_pings(self, send: Send) -> None:
+        """Send a ping whenever nothing was sent for PING_SECONDS."""
+        while True:
+            silence = asyncio.get_running_loop().time() - self._last_event_time
+            if silence < PING_SECONDS:
+                await asyncio.sleep(PING_SECONDS - silence)
+                continue
+            self._note_event()
+            await send({"type": "http.response.body", "body": self._ping.encode(), "more_body": True})
+
+    def _note_event(self) -> None:
+        self._last_event_time = asyncio.get_running_loop().time()
 
     async def _events(self) -> AsyncGenerator[str, None]:
         try:
@@ -81,6 +106,8 @@ class EventStream(Response, Generic[SendableT]):
             yield self._end
 
     _end = "data: [DONE]\n\n"
+    _ping = ": ping\n\n"
+    """A comment, which clients skip."""
 
     def _event(self, chunk: SendableT) -> str:
         return f"data: {chunk.json_text()}\n\n"
@@ -113,8 +140,12 @@ class NamedEventStream(EventStream[NamedEvent]):
         events: AsyncIterator[NamedEvent],
         source: Source,
         make_error_event: Callable[[Problem], NamedEvent],
+        ping: NamedEvent | None = None,
     ) -> None:
+        """ping: what is sent in a long silence. None: a comment."""
         super().__init__(events, source)
+        if ping is not None:
+            self._ping = self._event(ping)
         self._make_error_event = make_error_event
 
     _end = ""

@@ -24,14 +24,21 @@ LOWEST = -9999.0
 class CompletionLogprobsWriter:
     """Writes the format of completions piece by piece. It keeps the current offset in the text.
 
-    num_top: number of candidates to show. skip_special: special tokens are not part of the text.
+    num_top: number of candidates to show. skip_special: special tokens are not part of the text. as_ids: name
+    tokens by their ids.
     echoed_prompt: the prompt, if the text begins with it; SentencePiece's decoders drop a space at its start.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, num_top: int, skip_special: bool, echoed_prompt: Prompt | None = None
+        self,
+        tokenizer: Tokenizer,
+        num_top: int,
+        skip_special: bool,
+        echoed_prompt: Prompt | None = None,
+        as_ids: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._num_top = num_top
         self._skip_special = skip_special
         self._at_start = echoed_prompt is not None
@@ -88,6 +95,8 @@ class CompletionLogprobsWriter:
 
     def _name(self, token: int) -> str:
         """The token's text, or for a part of a character its bytes: `bytes:\\xe2\\x82`."""
+        if self._as_ids:
+            return name_by_id(token)
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -95,12 +104,20 @@ class CompletionLogprobsWriter:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer) -> ChatLogprobs:
-    """The log-probabilities in the format of chats. num_top: number of candidates to show."""
+def name_by_id(token: int) -> str:
+    """The name of a token with return_tokens_as_token_ids, as in vLLM."""
+    return f"token_id:{token}"
+
+
+def chat_logprobs(
+    entries: Sequence[TokenLogprob], num_top: int, tokenizer: Tokenizer, as_ids: bool = False
+) -> ChatLogprobs:
+    """The log-probabilities in the format of chats. num_top: number of candidates to show. as_ids: name
+    tokens by their ids."""
     content = []
     for entry in entries:
-        chosen_token = _candidate(entry.token_id, entry.logprob, tokenizer)
-        top = [_candidate(token, logprob, tokenizer) for token, logprob in entry.top[:num_top]]
+        chosen_token = _candidate(entry.token_id, entry.logprob, tokenizer, as_ids)
+        top = [_candidate(token, logprob, tokenizer, as_ids) for token, logprob in entry.top[:num_top]]
         content.append(
             ChatLogprob(
                 token=chosen_token.token,
@@ -130,9 +147,10 @@ def _rank_candidates(entry: TokenLogprob, num_top: int, tokenizer: Tokenizer) ->
     }
 
 
-def _candidate(token: int, logprob: float, tokenizer: Tokenizer) -> TopLogprob:
+def _candidate(token: int, logprob: float, tokenizer: Tokenizer, as_ids: bool) -> TopLogprob:
     raw = list(tokenizer.token_bytes(token))
-    return TopLogprob(token=tokenizer.token(token), logprob=_finite(logprob), bytes=raw)
+    name = name_by_id(token) if as_ids else tokenizer.token(token)
+    return TopLogprob(token=name, logprob=_finite(logprob), bytes=raw)
 
 
 def _finite(logprob: float) -> float:

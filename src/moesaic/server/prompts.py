@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moesaic.core.errors import RequestError
+from moesaic.core.errors import ContextLengthError, RequestError
 from moesaic.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -90,8 +92,11 @@ async def completion_prompts(body: CompletionRequest, service: Service) -> list[
     service.engine.require_room_ever(len(prompts), len(prompts) * (body.n or 1))
     require_few_entries(body, len(prompts) * (body.n or 1))
     texts = [len(prompt) for prompt in prompts if isinstance(prompt, str)]
-    check = _require_short if body.truncate_prompt_tokens is None else require_length
-    check(max(texts, default=0), service, "prompt")
+    if body.truncate_prompt_tokens is None:
+        longest_text = max((prompt for prompt in prompts if isinstance(prompt, str)), key=len, default="")
+        _require_short([longest_text], service, "prompt", body.max_tokens)
+    else:
+        require_length(max(texts, default=0), service, "prompt")
     special, tokenizer = body.add_special_tokens is not False, service.tokenizer
     cut = Truncation.from_body(body, body.max_tokens, service)
     return await off_loop(
@@ -105,12 +110,14 @@ async def chat_prompt(
     service: Service,
     *,
     any_length: bool = False,
+    max_new_tokens: int | None = None,
     special: bool = False,
 ) -> list[int]:
     """The token ids of a conversation, formatted by the checkpoint's chat template.
 
     any_length: accept more than the context holds, since no answer will be generated, or the prompt will be
-    cut. special: add the tokenizer's special tokens too.
+    cut. max_new_tokens: what the request says of the answer's length. special: add the tokenizer's special
+    tokens too.
     """
     tokenizer = service.tokenizer
     variables = make_variables(options, service.formats)
@@ -119,23 +126,42 @@ async def chat_prompt(
         if name in own_parameters:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     require_roles(messages)
-    size = sum(len(_plain(message)["content"]) for message in messages)
+    texts = [_plain(message)["content"] for message in messages]
+    texts += [tool.model_dump_json(exclude_none=True) for tool in options.tools or ()]
     max_characters = (
-        require_length(size, service, "messages") if any_length else _require_short(size, service, "messages")
+        require_length(sum(map(len, texts)), service, "messages")
+        if any_length
+        else _require_short(texts, service, "messages", max_new_tokens)
     )
 
     def render() -> list[int]:
         service.engine.require_serving()  # this conversation may have waited for its turn
-        ids = tokenizer.chat(
-            plain_messages(messages, service.formats),
-            add_generation_prompt=options.add_generation_prompt is not False,
-            continue_final_message=bool(options.continue_final_message),
-            most_characters=max_characters,
-            **variables,
-        )
+        with _name_message(messages):
+            ids = tokenizer.chat(
+                plain_messages(messages, service.formats),
+                add_generation_prompt=options.add_generation_prompt is not False,
+                continue_final_message=bool(options.continue_final_message),
+                most_characters=max_characters,
+                **variables,
+            )
         return _with_special_tokens(ids, tokenizer) if special else ids
 
     return await service.chat_threads.run(render)
+
+
+@contextmanager
+def _name_message(messages: Sequence[Message]) -> Generator[None]:
+    """Errors about a message name the part of the client's request that it was made of."""
+    try:
+        yield
+    except RequestError as error:
+        match = re.match(r"messages\[(\d+)\]", str(error))
+        path = None if match is None else messages[int(match[1])].path
+        if match is None or path is None:
+            raise
+        raise RequestError(
+            path + str(error)[match.end() :], re.split(r"[\[.]", path)[0], error.code
+        ) from error
 
 
 def require_few_entries(body: GenerationRequest, completions: int) -> None:
@@ -186,11 +212,16 @@ async def off_loop(size: int, work: Callable[[], T], service: Service) -> T:
 
 def require_length(characters: int, service: Service, field: str) -> int:
     """The maximum length of a text in characters. Raises RequestError for a longer one."""
-    limit = max(MOST_CHARACTERS, _LONG_TOKEN * service.engine.require_serving().max_model_len)
+    limit = _longest_text(service)
     if characters > limit:
         error = f"{field}: got {characters} characters; allowed: at most {limit}"
         raise RequestError(error, field, "string_above_max_length")
     return limit
+
+
+def _longest_text(service: Service) -> int:
+    """The maximum length of a text in characters."""
+    return max(MOST_CHARACTERS, _LONG_TOKEN * service.engine.require_serving().max_model_len)
 
 
 def _prompt(prompt: str | list[int], special: bool, tokenizer: Tokenizer, cut: Truncation) -> Prompt:
@@ -208,23 +239,23 @@ def _with_special_tokens(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return [*wrapped_ids[:begin], *ids, *wrapped_ids[begin + len(plain_ids) :]]
 
 
-def _require_short(characters: int, service: Service, field: str) -> int:
-    """The length in characters above which a text surely has more tokens than the context.
+def _require_short(texts: Sequence[str], service: Service, field: str, max_new_tokens: int | None) -> int:
+    """The length in characters above which texts surely have more tokens than the context.
 
-    Raises RequestError for a longer text. To tokenize it would take seconds.
+    Raises ContextLengthError for longer texts. To tokenize them would take seconds, so the number of tokens
+    is an upper bound: a token has at least one byte.
     """
-    longest = service.tokenizer.longest_token
-    limit = service.engine.require_serving().max_model_len * longest
-    if characters > limit:
-        allowed_length = f"at most {limit}, which is the context length times the longest token, {longest}"
-        error = f"{field}: got {characters} characters; allowed: {allowed_length}"
-        raise RequestError(error, field, "context_length_exceeded")
-    return min(limit, require_length(characters, service, field))
+    context = service.engine.require_serving().max_model_len
+    limit = min(context * service.tokenizer.longest_token, _longest_text(service))
+    if sum(map(len, texts)) > limit:
+        tokens = sum(len(text.encode(errors="replace")) for text in texts)
+        raise ContextLengthError(tokens, max_new_tokens or 1, context, field, is_bound=True)
+    return limit
 
 
 def _plain(message: Message) -> dict[str, Any]:
     """The message as chat templates expect it. Joins parts of text by newlines."""
-    content = message.content or ""
+    content = message.content or message.refusal or ""
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     name = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": text, **name}

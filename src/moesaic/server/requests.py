@@ -7,11 +7,11 @@ value asks for nothing. The ranges repeat those of SamplingParams, so that the p
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
-from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROBS, SEED_LIMIT
+from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, SEED_LIMIT
 
 
 def _null_if_empty(value: Any) -> Any:
@@ -30,12 +30,15 @@ _EMPTY = {
 }
 Unsupported = Annotated[None, BeforeValidator(_null_if_empty), WithJsonSchema(_EMPTY)]
 Ignored = "Accepted and ignored."
+MAX_SALT = 256
+"""Maximum number of characters of cache_salt."""
 Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
 """Report only the first wrong item of a list. A list of millions of errors would delay other requests."""
 TokenIds = Annotated[list[TokenId], FIRST]
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,64}$")]
+"""A name that OpenAI's API allows, or one with `.`, `:` or `/`, which other servers take."""
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -99,6 +102,8 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    """The schema of a json_object (llama.cpp)."""
     structures: Annotated[list[TaggedStructure], FIRST] | None = None
     triggers: Annotated[list[str], FIRST] | None = None
 
@@ -138,6 +143,16 @@ class GenerationRequest(Body):
     """Keep this many tokens of the prompt. -1 keeps as many as the context has room for."""
     truncation_side: Literal["left", "right"] | None = None
     """Where truncate_prompt_tokens cuts. left when absent."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    """Only requests of the same salt share cached prefixes (vLLM)."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name the tokens of log-probabilities by their ids, as in "token_id:12" (vLLM)."""
+    logprob_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKENS, fail_fast=True)] | None
+    ) = None
+    """The candidates that logprobs shows in place of the most likely ones (vLLM)."""
+    ebnf: str | None = None
+    """A grammar of the answer (SGLang)."""
     priority: int | None = None
     """Accepted if it is 0: requests are scheduled in the order of their arrival."""
     response_format: ResponseFormat | None = None
@@ -159,6 +174,10 @@ class GenerationRequest(Body):
     )
     safety_identifier: str | None = Field(None, description=Ignored)
     prompt_cache_key: str | None = Field(None, description=Ignored)
+
+    def count_candidates(self, num_top: int) -> int:
+        """How many candidates the log-probabilities of each token have. num_top: most likely ones."""
+        return len(self.logprob_token_ids or ()) or num_top
 
     @property
     def streams_usage(self) -> bool:
@@ -186,11 +205,23 @@ class CompletionRequest(GenerationRequest):
     suffix: Unsupported = None
 
 
+def read_text_part(value: Any) -> Any:
+    """A text in place of a part, or a refusal, as the part of text that it is."""
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    if isinstance(value, dict) and value.get("type") == "refusal":
+        return {"type": "text", "text": value.get("refusal")}
+    return value
+
+
 class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
+
+
+TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(read_text_part)]], FIRST]
 
 
 class Function(Body):
@@ -223,6 +254,20 @@ class ToolChoice(Body):
     function: ChosenFunction
 
 
+class AllowedTools(Body):
+    """The functions that the answer may call, and whether it has to call one."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], Field(min_length=1, fail_fast=True)]
+
+
+class AllowedToolsChoice(Body):
+    """The functions that the answer may call. The others are left out of the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(Body):
     """A function that an earlier answer called."""
 
@@ -243,14 +288,16 @@ class ToolCall(Body):
 class Message(Body):
     """A turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FIRST] | None = None
+    role: Annotated[str, Field(pattern="^[a-zA-Z][a-zA-Z0-9_-]{0,31}$")]
+    """system, developer, user, assistant, tool, or another role that the chat template knows."""
+    content: str | TextParts | None = None
     name: str | None = None
-    refusal: Unsupported = None
+    refusal: str | None = None
+    """The text of an assistant's message that refused. It is the content where there is none."""
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
-    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
+    tool_calls: Annotated[Annotated[list[ToolCall], FIRST] | None, BeforeValidator(_null_if_empty)] = None
     """The calls of an assistant's message."""
     tool_call_id: str | None = None
     """The id of the call whose result a tool's message is."""
@@ -258,6 +305,17 @@ class Message(Body):
     """The reasoning of an assistant's message."""
     reasoning_content: str | None = None
     """Another name of reasoning, which takes precedence."""
+    _path: str | None = PrivateAttr(None)
+
+    @property
+    def path(self) -> str | None:
+        """The part of the client's request that this message was made of. None: a message at its place."""
+        return self._path
+
+    def set_path(self, path: str) -> Self:
+        """Note the part of the client's request that this message was made of."""
+        self._path = path
+        return self
 
 
 class TemplateOptions(Body):
@@ -273,6 +331,8 @@ class TemplateOptions(Body):
     """The functions that the model may call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template. "none" also sets enable_thinking to false (vLLM)."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template."""
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -287,7 +347,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     """The older name of max_completion_tokens, which takes precedence."""
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: only the first call of an answer is returned."""
     include_reasoning: bool | None = None
@@ -299,7 +359,6 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     function_call: Literal["none", "auto"] | None = None
     audio: Unsupported = None
     prediction: Unsupported = None
-    verbosity: Literal["medium"] | None = None
     web_search_options: Annotated[None, Field(description="Not supported: only null is accepted.")] = None
 
 

@@ -94,6 +94,8 @@ class Completion(Payload):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    system_fingerprint: None = None
+    """Only in a complete answer."""
 
 
 class TopLogprob(BaseModel):
@@ -171,6 +173,7 @@ class ChatCompletion(Payload):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -213,6 +216,23 @@ class ChatChunk(Payload):
     """The tokens of the prompt, with return_token_ids. Only the first chunk has them."""
 
 
+class ModelPermission(BaseModel):
+    """What may be done with a model. Old clients of OpenAI's API read it (vLLM)."""
+
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: Literal[False] = False
+    allow_sampling: Literal[True] = True
+    allow_logprobs: Literal[True] = True
+    allow_search_indices: Literal[False] = False
+    allow_view: Literal[True] = True
+    allow_fine_tuning: Literal[False] = False
+    organization: Literal["*"] = "*"
+    group: None = None
+    is_blocking: Literal[False] = False
+
+
 class ModelCard(Payload):
     """A name by which the model is served."""
 
@@ -220,7 +240,11 @@ class ModelCard(Payload):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """The model behind the name."""
+    parent: None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(Payload):

@@ -17,7 +17,7 @@ _SAME_NAME = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids"),
-    *("bad_words", "prompt_logprobs", "return_routed_experts"),
+    *("bad_words", "prompt_logprobs", "return_routed_experts", "cache_salt", "logprob_token_ids"),
 )
 
 

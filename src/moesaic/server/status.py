@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from moesaic.server.documentation import errors
-from moesaic.server.responses import Health, ModelCard, ModelList, Version
+from moesaic.server.responses import Health, ModelCard, ModelList, ModelPermission, Version
 from moesaic.server.service import Service, Serving
 
 router = APIRouter()
@@ -55,11 +55,16 @@ async def get_model(model_id: str, service: Serving) -> ModelCard:
 
 
 def _card(service: Service, name: str) -> ModelCard:
-    info = service.engine.require_serving()
+    info, start_time = service.engine.require_serving(), int(service.start_time)
+    # Only fields that are set are sent.
+    permission = ModelPermission(id=f"modelperm-{name}", created=start_time).model_dump()
     return ModelCard(
         id=name,
         object="model",
-        created=int(service.start_time),
+        created=start_time,
         owned_by="moesaic",
+        root=service.model_name,
+        parent=None,
         max_model_len=info.max_model_len,
+        permission=[ModelPermission.model_validate(permission)],
     )

@@ -13,6 +13,7 @@ from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.server.answer_form import translate_field
 from moesaic.server.answers import Reading
 from moesaic.server.requests import (
+    AllowedToolsChoice,
     ChatRequest,
     Function,
     Message,
@@ -31,6 +32,24 @@ DEEPEST = 100
 INVALID = "INVALID_JSON"
 """The name under which templates get arguments that are no JSON object. Anthropic's documents name it."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def restrict_tools(body: ChatRequest) -> ChatRequest:
+    """`body` with only those tools that its tool_choice allows.
+
+    Raises RequestError for one that is not there.
+    """
+    choice = body.tool_choice
+    if not isinstance(choice, AllowedToolsChoice):
+        return body
+    names = [tool.function.name for tool in body.tools or ()]
+    allowed_names = [tool.function.name for tool in choice.allowed_tools.tools]
+    for number, name in enumerate(allowed_names):
+        if name not in names:
+            path, choices = f"tool_choice.allowed_tools.tools[{number}]", ", ".join(map(repr, names))
+            raise RequestError(f"{path}: got {name!r}; allowed: {choices or 'none'}", "tool_choice")
+    tools = [tool for tool in body.tools or () if tool.function.name in allowed_names]
+    return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
 
 
 def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
@@ -59,6 +78,14 @@ def callable_tools(body: ChatRequest, formats: Formats) -> Tools | None:
     return dump_tools(body.tools)
 
 
+def list_forced_names(body: ChatRequest) -> tuple[str, ...]:
+    """The functions of which the answer has to call one. Empty: it does not have to."""
+    if isinstance(body.tool_choice, ToolChoice):
+        return (body.tool_choice.function.name,)
+    is_required = body.tool_choice == "required"
+    return tuple(tool.function.name for tool in body.tools or ()) if is_required else ()
+
+
 async def with_grammar(
     params: SamplingParams, body: ChatRequest, reading: Reading, service: Service
 ) -> SamplingParams:
@@ -69,7 +96,7 @@ async def with_grammar(
     Raises RequestError for a schema that cannot be forced, and OverloadedError.
     """
     form, special, formats = params.structured_outputs, service.tokenizer.special_tokens, reading.formats
-    is_forced = body.tool_choice not in (None, "auto", "none")
+    is_forced = bool(reading.forced_names)
     if not is_forced and (form is None or not reading.tools):
         grammar_around = "" if form is None else formats.after_reasoning(reading.in_reasoning, special)
         return (
@@ -82,15 +109,16 @@ async def with_grammar(
             "tool_choice: 'auto' and 'none' are allowed with a structured output", "tool_choice"
         )
     tools = reading.tools or ()
-    if isinstance(body.tool_choice, ToolChoice):
-        name = body.tool_choice.function.name
-        tools = tuple(tool for tool in tools if tool["function"]["name"] == name)[:1]
+    if reading.has_named_function:
+        tools = tuple(tool for tool in tools if tool["function"]["name"] in reading.forced_names)[:1]
 
     def work() -> StructuredOutputsParams:
+        if is_forced:
+            _require_schemas(body.tools or (), reading.forced_names, special)
         grammar = formats.write_call_grammar(
             tools,
             in_reasoning=reading.in_reasoning,
-            parallel=reading.parallel,
+            parallel=reading.parallel and not reading.has_named_function,
             special=special,
             json_rule=json_rule if is_forced else _any_json,
             or_form=not is_forced,
@@ -102,6 +130,19 @@ async def with_grammar(
         return form_to_check
 
     return replace(params, structured_outputs=await service.text_threads.run(work))
+
+
+def _require_schemas(tools: Sequence[Tool], names: Sequence[str], special: Mapping[str, int]) -> None:
+    """Raise RequestError, naming tool and place, for a schema that a forced call cannot keep to."""
+    for number, tool in enumerate(tools):
+        if tool.function.name in names and tool.function.parameters is not None:
+            schema = {"type": "object", **tool.function.parameters}
+            path = f"tools[{number}].function.parameters"
+            try:
+                check(StructuredOutputsParams(json=json.dumps(schema)), special)
+            except RequestError as error:
+                reason = str(error).removeprefix(f"{error.field}: ")
+                raise RequestError(f"{path} of {tool.function.name!r}: {reason}", "tools") from error
 
 
 def _any_json(schema: Mapping[str, Any]) -> str:
@@ -138,6 +179,8 @@ def make_variables(options: TemplateOptions, formats: Formats) -> dict[str, Any]
     if options.reasoning_effort is not None:
         variables["reasoning_effort"] = options.reasoning_effort
         variables |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
+    if options.verbosity is not None:
+        variables["verbosity"] = options.verbosity
     return variables | (options.chat_template_kwargs or {})
 
 

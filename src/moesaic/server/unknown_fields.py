@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from fastapi import Request
@@ -32,6 +32,7 @@ _LONGEST = 64
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("grammar", "json_schema", "structural_tag", "regex"), ("", {})),
+    **dict.fromkeys(("stop_regex",), ("", [])),
     **dict.fromkeys(("documents", "images", "videos", "audios", "plugins", "mcp_servers"), ([], {})),
     **dict.fromkeys(("chat_template", "system", "input_prefix", "input_suffix"), ("",)),
     **dict.fromkeys(("use_beam_search", "watermarking", "echo"), (False,)),
@@ -69,12 +70,24 @@ class UnknownFields:
                 raise RequestError(message, str(place[0]), "unknown_parameter")
         _refuse(body)
         places = islice(_find_unknown(body, ()), MAX_UNKNOWN_FIELDS)
-        names = dict.fromkeys(".".join(step for step in place if isinstance(step, str)) for place in places)
-        if names:
-            request.state.ignored = [clean(name) for name in islice(names, MAX_SHOWN_NAMES)]
-            request.state.ignored += ["..."] * (len(names) > MAX_SHOWN_NAMES)
-            for name in names:
-                self._log(clean(name))
+        names = [".".join(step for step in place if isinstance(step, str)) for place in places]
+        self.note(names, request)
+
+    def note(self, names: Iterable[str], request: Request, may_refuse: bool = True) -> None:
+        """Name what is ignored, for `show` and in the log.
+
+        Raises RequestError if nothing may be ignored. may_refuse: False for what every server may ignore.
+        """
+        names = list(dict.fromkeys(names))
+        if names and self._strict and may_refuse:
+            raise RequestError(f"{names[0]}: not supported", names[0].partition(".")[0], "unknown_parameter")
+        noted_names = [*getattr(request.state, "ignored", []), *map(clean, names[: MAX_SHOWN_NAMES + 1])]
+        if len(noted_names) > MAX_SHOWN_NAMES:
+            noted_names = [*noted_names[:MAX_SHOWN_NAMES], "..."]
+        if noted_names:
+            request.state.ignored = noted_names
+        for name in names:
+            self._log(clean(name))
 
     def _log(self, name: str) -> None:
         if name in self._logged_names or len(self._logged_names) > MAX_LOGGED_NAMES:
@@ -83,7 +96,7 @@ class UnknownFields:
         if len(self._logged_names) > MAX_LOGGED_NAMES:
             _LOG.warning("further unknown fields of requests are ignored without a line here")
         else:
-            _LOG.warning("%s: unknown field of a request, ignored (--strict-fields refuses it)", name)
+            _LOG.warning("%s: ignored in a request (--strict-fields refuses it)", name)
 
 
 def show(request: Request, response: Response) -> None:

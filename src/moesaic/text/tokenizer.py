@@ -17,7 +17,8 @@ from moesaic.core.errors import CheckpointError, ConfigError, RequestError, Temp
 from moesaic.models.gguf.header import is_gguf
 from moesaic.text import added_tokens, gguf_tokenizer, tiktoken_model
 from moesaic.text.templates import content
-from moesaic.text.templates.pool import Renderers
+from moesaic.text.templates.chat_template import ChatTemplate, Options
+from moesaic.text.templates.probe import Arrivals
 from moesaic.text.templates.renderer import Limits
 from moesaic.text.tiktoken_model import byte_level_alphabet as byte_level_alphabet
 
@@ -79,7 +80,9 @@ class Tokenizer:
         source, template_path = self._find_template(path, chat_template) if with_template else (None, path)
         self.chat_template: str | None = source
         """The source of the chat template."""
-        self._template = None if source is None else _start_renderers(source, template_path, limits)
+        self._template = (
+            None if source is None else _start_template(source, template_path, limits, self._special_tokens())
+        )
 
     @cached_property
     def longest_token(self) -> int:
@@ -169,13 +172,8 @@ class Tokenizer:
         RequestError is raised where the template or the tokenizer does not allow that.
         """
 
-        def render(plain: Sequence[Mapping[str, Any]]) -> str:
-            return self._render(
-                plain, add_generation_prompt, continue_final_message, most_characters, variables
-            )
-
-        plain = _plain(messages)
-        text = render(plain)
+        options = Options(add_generation_prompt, continue_final_message, most_characters, variables)
+        text, plain = self._require_template().render(_plain(messages), options)
         token = None if self._special_in_content else self._special.first_in(plain)
         if token is None:
             ids = self.encode(text, add_special_tokens=False)
@@ -189,7 +187,7 @@ class Tokenizer:
         if hidden is None:
             raise _not_text(token, "beside characters of both private-use planes of Unicode")
         marked_messages, plane = hidden
-        text_with_marks = render(marked_messages)
+        text_with_marks = self._require_template().render_exactly(marked_messages, options)
         if content.restore_tokens(text_with_marks, plane) != text:
             raise _not_text(token, "and the chat template acts on it")
         ids_apart = self._encode_apart(text_with_marks, plane)
@@ -207,49 +205,26 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """The text of a conversation. Parameters and errors are those of `chat`."""
-        return self._render(
-            _plain(messages), add_generation_prompt, continue_final_message, most_characters, variables
-        )
+        options = Options(add_generation_prompt, continue_final_message, most_characters, variables)
+        return self._require_template().render(_plain(messages), options)[0]
 
     def close(self) -> None:
         """End the processes of the chat template. Afterwards no conversation can be formatted."""
         if self._template is not None:
             self._template.close()
 
-    def _render(
-        self,
-        plain: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        max_characters: int | None,
-        variables: Mapping[str, Any],
-    ) -> str:
+    @property
+    def arrivals(self) -> Arrivals | None:
+        """What the chat template does with messages; None without one. The first call tries the template."""
+        return None if self._template is None else self._template.arrivals
+
+    def _require_template(self) -> ChatTemplate:
         if self._template is None:
             raise RequestError(
                 "messages: this model has no chat template; use /v1/completions or --chat-template",
                 "messages",
             )
-        if continue_final_message and add_generation_prompt:
-            raise RequestError(
-                "continue_final_message: allowed only with add_generation_prompt false",
-                "continue_final_message",
-            )
-        own_variables = {"add_generation_prompt": add_generation_prompt, **self._special_tokens()}
-        for name in variables:
-            if name in own_variables:
-                raise RequestError(f"chat_template_kwargs: {name!r} cannot be set", "chat_template_kwargs")
-        messages = content.mark_end(plain) if continue_final_message else plain
-        try:
-            # transformers always sets tools and documents
-            text = self._template.render(
-                {"tools": None, "documents": None, **variables, **own_variables, "messages": messages},
-                max_characters,
-            )
-        except TemplateError as error:
-            outcome = f"refuses them: {error}" if error.is_refusal else str(error)
-            code = "context_length_exceeded" if error.too_long and max_characters is not None else None
-            raise RequestError(f"messages: the chat template {outcome}", "messages", code) from error
-        return content.cut_at_mark(text) if continue_final_message else text
+        return self._template
 
     def _find_unwritten_token(self, ids: Sequence[int], text: str) -> str | None:
         """A special token in `ids` that is not written in `text`, or None.
@@ -375,10 +350,10 @@ def _read_tokenizer(path: Path, settings: Mapping[str, Any]) -> tokenizers.Token
     return tokenizer
 
 
-def _start_renderers(source: str, path: Path, limits: Limits) -> Renderers:
-    """The processes that render the template `source`."""
+def _start_template(source: str, path: Path, limits: Limits, constants: Mapping[str, str]) -> ChatTemplate:
+    """The chat template `source`, in processes that render it."""
     try:
-        return Renderers(source, limits)
+        return ChatTemplate(source, limits, constants)
     except TemplateError as error:
         outcome = f"is damaged: {error}" if error.is_refusal else f"{error}, while it was compiled"
         raise CheckpointError(f"{path}: the chat template {outcome}") from error

@@ -68,6 +68,24 @@ def test_blocks_that_are_not_valid_stay_known_while_another_request_has_them() -
     assert pool.allocate(3, ints(*shared, 0), reusable=4) == 0
 
 
+def test_requests_of_other_salts_share_nothing() -> None:
+    pool, tokens = KVBlocks(32, 2), ints(*range(7))
+    for request_id, salt in enumerate((b"", b"a", b"b", b"ab")):
+        assert pool.allocate(request_id, tokens, 6, salt=salt) == 0
+        pool.commit(request_id, tokens, len(tokens))
+    for request_id, salt in enumerate((b"", b"a", b"b", b"ab"), start=4):
+        assert pool.allocate(request_id, tokens, 6, salt=salt) == 6
+        assert pool.table(request_id)[:3].tolist() == pool.table(request_id - 4)[:3].tolist()
+    assert pool.allocate(8, tokens, 6, salt=b"c") == 0
+
+
+def test_a_salt_is_no_beginning_of_the_tokens() -> None:
+    """A salt that has the bytes of a token makes no key of another prefix."""
+    pool, tokens = KVBlocks(32, 1), ints(1, 2, 3)
+    filled(pool, 0, tokens)
+    assert pool.allocate(1, tokens[1:], 1, salt=tokens[:1].tobytes()) == 0
+
+
 def test_the_last_token_is_always_computed() -> None:
     pool = KVBlocks(8, 4)
     tokens = ints(*range(8))

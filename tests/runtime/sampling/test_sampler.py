@@ -147,6 +147,19 @@ def test_logprobs_are_of_the_raw_logits_and_come_for_who_asked() -> None:
     assert mine.top == [(1, pytest.approx(expected[1].item())), (2, pytest.approx(expected[2].item()))]
 
 
+def test_the_log_probabilities_of_chosen_tokens() -> None:
+    sampler = Sampler()
+    sampler.admit(make(0, temperature=0.0, logprobs=0, logprob_token_ids=[2, 0]), [])
+    sampler.admit(make(1, temperature=0.0, logprobs=1), [])
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, 1.0, 5.0]])
+    wanted = torch.log_softmax(logits, dim=-1)
+    _, (first, second) = sampler.sample(np.array([0, 1]), logits.clone())
+    assert first is not None and second is not None
+    assert first.top == [(2, wanted[0, 2].item()), (0, wanted[0, 0].item())]
+    assert (first.token_id, first.logprob) == (1, wanted[0, 1].item())
+    assert second.top == [(2, wanted[1, 2].item())]
+
+
 def test_zero_logprobs_give_the_token_alone() -> None:
     sampler = Sampler()
     sampler.admit(make(0, temperature=0.0, logprobs=0), [])

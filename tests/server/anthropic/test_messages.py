@@ -14,6 +14,7 @@ import pytest
 from moesaic.server.anthropic.answer import MessageWriter
 from moesaic.server.blocks import BlockEvent, Finish
 from moesaic.server.responses import PromptTokensDetails, Usage
+from moesaic.server.unknown_fields import HEADER
 from tests.server.conftest import MODEL, NO_TLS, Launch, Live, events_of, prompt_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -385,7 +386,8 @@ BLOCK = {"type": "text", "text": "x"}
             "needs a tool_result",
         ),
         ({"messages": [{"role": "assistant", "content": ""}]}, "has no text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "got 'web_search_20250305'"),
+        ({"tools": [{"name": "web_search"}]}, "tools[0].input_schema: missing"),
+        ({"tools": [{"name": "x" * 129, "input_schema": {}}]}, "{1,128}$"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name: got 'a b'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name: missing"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "got 'f'; allowed: 'get_weather', 'now'"),
@@ -467,3 +469,39 @@ def test_a_client_that_leaves_cancels(launch: Launch, until: Callable[..., None]
         with live.http as client, pytest.raises(httpx.ReadTimeout):
             client.post("/v1/messages", json=body, timeout=0.2)
         until(lambda number=number: live.worker.cancelled == list(range(number + 1)))
+
+
+def test_tools_that_others_run_are_left_out_and_named(agent: Live) -> None:
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}
+    deferred = {**TOOLS[0], "defer_loading": True}
+    answer = ask(agent, CALL, tools=[search, deferred])
+    assert answer.headers[HEADER] == "tools.web_search_20250305"
+    assert answer.json()["content"][0]["name"] == "get_weather"
+    assert "web_search" not in prompt_of(agent)
+    deep = json.loads('{"a":' * 120 + "1" + "}" * 120)
+    error = ask(agent, tools=[search, TOOLS[0] | {"input_schema": deep}]).json()["error"]
+    assert error["message"].startswith("tools[1].input_schema: nested")
+    error = ask(agent, tools=[search, TOOLS[0]], tool_choice={"type": "tool", "name": "web_search"}).json()
+    assert error["error"]["message"] == "tool_choice: got 'web_search'; allowed: 'get_weather'"
+
+
+def test_a_long_name_and_a_reference_to_a_tool(agent: Live) -> None:
+    name = "mcp__" + "a" * 120
+    messages = [
+        *user("hi"),
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": name, "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "tool_reference", "tool_name": name}],
+                },
+                {"type": "text", "text": "say:ok"},
+            ],
+        },
+    ]
+    answer = ask(agent, tools=[{"name": name, "input_schema": {}}], messages=messages)
+    assert answer.status_code == 200, answer.text
+    assert f"[tool]{name}t[user]say:ok" in prompt_of(agent)

@@ -13,6 +13,7 @@ import pytest
 
 from moesaic.server.openai_responses.body import ResponsesRequest
 from moesaic.server.openai_responses.conversation import make_chat
+from moesaic.server.openai_responses.tools import Toolbox
 from tests.server.conftest import MODEL, Launch, Live, events_of, prompt_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -230,7 +231,7 @@ def test_an_agent_calls_a_tool(agent: Live) -> None:
     answer = create(agent, input=items, instructions="You help.")
     assert answer.output_text == "ok"
     assert prompt_of(agent).partition("[system]")[2] == (
-        "You help.[system]Be kind[user]How\nis it?"
+        "You help.[developer]Be kind[user]How\nis it?"
         f'[assistant]Hm.|I look.<{call_id} get_weather {{"city": "Bern"}}>[tool]sunny{call_id}'
         "[assistant]Sunny.[user]say:ok"
     )
@@ -256,7 +257,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 )
 def test_items_of_one_answer_make_one_message(items: list[Any], merged: list[Any]) -> None:
     body = ResponsesRequest.model_validate({"input": [{"role": "developer", "content": "D"}, *items]})
-    first, *messages = make_chat(body, developers=True).messages
+    first, *messages = make_chat(body, Toolbox(None)).messages
     assert first.role == "developer"
     assert [(m.reasoning_content, m.content, len(m.tool_calls or [])) for m in messages] == merged
 
@@ -311,7 +312,7 @@ def test_sampling_and_effort_reach_the_model(agent: Live) -> None:
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"role": "user"}]}, "input", "input[0].content: missing"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input", "input[0].role: got 'tool'"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0].type: got 'item_reference'"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input: it has no content"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input",
@@ -325,7 +326,12 @@ def test_sampling_and_effort_reach_the_model(agent: Live) -> None:
         ({"input": [CALLED | {"call_id": None}]}, "input", "input[0].call_id: missing"),
         ({"input": [SECRET]}, "input", "input: it has no content"),
         ({"input": "x" * 5000}, "input", "context length"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type: got 'web_search'"),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            "tool_choice",
+            "tool_choice: got 'web_search'; allowed: 'get_",
+        ),
+        ({"tools": [{"type": "custom"}]}, "tools", "tools[0].name: missing"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "got 'f'"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema: missing"),

@@ -67,6 +67,12 @@ ANALYSIS = "<|channel|>analysis<|message|>Think.<|end|>"
 CALL = (
     "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{}<|call|>"
 )
+HY3_CALL = (
+    "<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+)
+HY3 = (f"<tool_calls>\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
+HY3_TWO = (f"<tool_calls>\n{HY3_CALL}\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
 BERN = '{"city": "Bern", "days": 2}'
 WEATHER = (("get_weather", BERN),)
 GPT = {"reasoning_parser": "openai_gptoss"}
@@ -141,6 +147,16 @@ COMPLETE = {
         f"Hm.\n<minimax:tool_call>\n{INVOKE}{INVOKE}</minimax:tool_call>\n",
         WEATHER * 2,
         "Hm.\n",
+    ),
+    "mimo": Answer(
+        "mimo",
+        "<tool_call><function=get_weather><parameter=city>\nBern\n</parameter></function></tool_call>",
+        (("get_weather", '{"city": "\\nBern\\n"}'),),
+    ),
+    "hy_v3": Answer("hy_v3", HY3, WEATHER),
+    "hy_v3 two": Answer("hy_v3", f"So.\n{HY3_TWO}.", WEATHER * 2, "So.."),
+    "hy_v3 reasoning": Answer(
+        "hy_v3", f"So.</think:opensource>Yes.{HY3}", WEATHER, "Yes.", "So.", "hy_v3", True
     ),
     "deepseek_v31": Answer("deepseek_v31", V31.format(BERN).join(SECTION), WEATHER),
     "deepseek_v31 two": Answer(
@@ -234,6 +250,124 @@ COMPLETE = {
     "think mistral": Answer("mistral", "[THINK]So.[/THINK]Yes", (), "Yes", "So.", "mistral"),
 }
 
+DAMAGED = {
+    "qwen3_coder value open before a key": Answer(
+        "qwen3_coder", XML.replace("Bern\n</parameter>", "Bern"), WEATHER
+    ),
+    "qwen3_coder value open before a key on the same line": Answer(
+        "qwen3_coder", XML.replace("\nBern\n</parameter>\n", "Bern"), WEATHER
+    ),
+    "qwen3_coder last value open": Answer("qwen3_coder", XML.replace("2\n</parameter>", "2"), WEATHER),
+    "qwen3_coder last value open, then more": Answer(
+        "qwen3_coder",
+        XML.replace("2\n</parameter>", "2") + f"\n{XML}\nDone.",
+        WEATHER * 2,
+        "\nDone.",
+    ),
+    "qwen3_coder function open": Answer("qwen3_coder", XML.replace("</function>\n", ""), WEATHER),
+    "qwen3_coder function open, then more": Answer(
+        "qwen3_coder",
+        XML.replace("</function>\n", "") + f"\n{XML}\nDone.",
+        WEATHER * 2,
+        "\nDone.",
+    ),
+    "qwen3_coder value and function open": Answer(
+        "qwen3_coder", XML.replace("</parameter>\n</function>\n", "") + f"\n{XML}", WEATHER * 2
+    ),
+    "qwen3_coder value and function open, then text": Answer(
+        "qwen3_coder", XML.replace("2\n</parameter>\n</function>", "2") + "\nDone.", WEATHER, "\nDone."
+    ),
+    "qwen3_coder everything open before the next": Answer(
+        "qwen3_coder", XML.replace("\n</function>\n</tool_call>", "") + f"\n{XML}", WEATHER * 2
+    ),
+    "qwen3_coder ends behind a value": Answer("qwen3_coder", XML.partition("</function>")[0], WEATHER),
+    "qwen3_coder ends in a value": Answer(
+        "qwen3_coder", XML.partition("\n</parameter>")[0], (("get_weather", '{"city": "Bern"}'),)
+    ),
+    "qwen3_coder garbled end tag": Answer(
+        "qwen3_coder", XML.replace("Bern\n</parameter>", "Bern\n</parameter1>"), WEATHER
+    ),
+    "qwen3_coder tags in a value": Answer(
+        "qwen3_coder",
+        XML.replace("Bern", "a </function> b </tool_call> c <parameter=x> d </parameter> e"),
+        (
+            (
+                "get_weather",
+                '{"city": "a </function> b </tool_call> c <parameter=x> d </parameter> e", "days": 2}',
+            ),
+        ),
+    ),
+    "minimax_m2 value open before a key": Answer(
+        "minimax_m2",
+        f"<minimax:tool_call>\n{INVOKE.replace('Bern</parameter>', 'Bern')}</minimax:tool_call>",
+        WEATHER,
+    ),
+    "minimax_m2 everything open": Answer(
+        "minimax_m2",
+        f"<minimax:tool_call>\n{INVOKE.replace('2</parameter>', '2').replace('</invoke>', '')}"
+        f"</minimax:tool_call>\n<minimax:tool_call>\n{INVOKE}</minimax:tool_call>",
+        WEATHER * 2,
+    ),
+    "glm value open before a key": Answer("glm45", GLM.replace("Bern</arg_value>", "Bern"), WEATHER),
+    "glm last value open": Answer("glm45", GLM.replace("2</arg_value>", "2"), WEATHER),
+    "glm value not opened": Answer("glm45", GLM.replace("<arg_value>Bern", "Bern"), WEATHER),
+    "glm key not closed": Answer("glm45", GLM.replace("city</arg_key>\n", "city"), WEATHER),
+    "glm key not opened": Answer("glm45", GLM.replace("\n<arg_key>city", "city"), WEATHER),
+    "glm key not opened, space": Answer("glm45", GLM.replace("\n<arg_key>city", " city"), WEATHER),
+    "hy_v3 in open reasoning": Answer("hy_v3", f"So.\n{HY3}", WEATHER, "", "So.", "hy_v3", True),
+    "hy_v3 value open": Answer("hy_v3", HY3.replace("Bern</arg_value:opensource>", "Bern"), WEATHER),
+    "hy_v3 call open": Answer("hy_v3", HY3.replace("</tool_call:opensource>\n", ""), WEATHER),
+    "hermes in open reasoning": Answer("hermes", f"So.\n\n{NOW}", (("now", "{}"),), "", "So.", "qwen3", True),
+    "hermes named in reasoning": Answer(
+        "hermes",
+        f"So {NOW.replace('now', 'later')}</think>{NOW}",
+        (("now", "{}"),),
+        "",
+        f"So {NOW.replace('now', 'later')}",
+        "qwen3",
+        True,
+    ),
+    "glm in open reasoning": Answer("glm45", f"So.\n{GLM}", WEATHER, "", "So.", "glm45", True),
+    "xml in open reasoning": Answer(
+        "qwen3_coder",
+        "So.<tool_call><function=now></function></tool_call>",
+        (("now", "{}"),),
+        "",
+        "So.",
+        "qwen3",
+        True,
+    ),
+    "xml without its first tag in open reasoning": Answer(
+        "qwen3_coder", "So.\n<function=now>\n</function>", (("now", "{}"),), "", "So.", "qwen3", True
+    ),
+    "minimax_m2 in open reasoning": Answer(
+        "minimax_m2",
+        f"So.<minimax:tool_call>\n{INVOKE}</minimax:tool_call>",
+        WEATHER,
+        "",
+        "So.",
+        "minimax_m2",
+        True,
+    ),
+    "mistral in open reasoning": Answer(
+        "mistral", "So.[TOOL_CALLS]now[ARGS]{}", (("now", "{}"),), "", "So.", "mistral", True
+    ),
+    "deepseek in open reasoning": Answer(
+        "deepseek_v31", "So." + V31.format(BERN).join(SECTION), WEATHER, "", "So.", "deepseek_v3", True
+    ),
+    "harmony bare recipient": Answer("openai", CALL.format(BERN).replace("functions.", ""), WEATHER, **GPT),
+    "harmony second channel": Answer(
+        "openai",
+        "<|channel|>commentary to=assistant<|channel|>analysis<|message|>Think.<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Hello<|return|>",
+        (),
+        "Hello",
+        "Think.",
+        **GPT,
+    ),
+}
+"""Answers with tags left out or garbled, or with calls inside of open reasoning."""
+
 NO_CALLS = {
     "hermes": (
         "<tool_call>",
@@ -261,7 +395,12 @@ NO_CALLS = {
         "<tool_call>",
         "<tool_call>a b</tool_call>",
         "<tool_call></tool_call>",
-        "<tool_call>f<arg_key>k</arg_key>v",
+        "<tool_call>f<arg_key>k</arg_k>v",
+    ),
+    "hy_v3": (
+        "<tool_call:opensource>x",
+        "<tool_calls:opensource>.",
+        "<tool_call:opensource>a b<tool_sep:opensource>",
     ),
     "minimax_m2": ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="f">x'),
     "deepseek_v31": (

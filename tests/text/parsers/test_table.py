@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from moesaic.core.errors import ConfigError
@@ -17,6 +20,7 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
         ('Tools: <tool_call>\n{"name": <function-name>}\n</tool_call>', "hermes", None),
         ("'\\n<tool_call>\\n{\"name\": \"' ... '<think>\\n'", "hermes", "qwen3"),
         ("<tool_call>\n<function=example_function_name>\n<parameter=a>", "qwen3_coder", None),
+        ("<tool_call>\n<parameter=example_parameter_1>value_1</parameter> <function=", "mimo", None),
         ("<tool_call>\n<function=f>\n<parameter=a>{{ '<think>\\n' }}", "qwen3_coder", "qwen3"),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key><think></think>", "glm45", "qwen3"),
         ("<|channel|>analysis<|message|> namespace functions {", "openai", "openai_gptoss"),
@@ -29,6 +33,8 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
         ("<|tool_calls_section_begin|> <think></think>", "kimi_k2", "qwen3"),
         ("set toolcall_begin_token = '<minimax:tool_call>' <invoke name= '<think>'", "minimax_m2", "qwen3"),
         ("'<minimax:tool_call>' '<mm:think>' '</mm:think>' '<think>'", "minimax_m2", "minimax_m3"),
+        ("set ns_token = ']<]minimax[>[' '<tool_call>' '<mm:think>'", None, "minimax_m3"),
+        ("HYTK = ':opensource' '<think{}>' '<tool_calls{}>' '<tool_sep{}>'", "hy_v3", "hy_v3"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", "mistral", "mistral"),
     ],
 )
@@ -75,3 +81,12 @@ def test_names_are_checked() -> None:
         ConfigError, match="--reasoning-parser: got 'hermes'; allowed: auto, none, deepseek_r1"
     ):
         check_parsers("hermes", "hermes")
+
+
+def test_the_documentation_names_every_parser() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    begin = page.index("| the template contains | `--tool-call-parser`")
+    tables = page[begin:].partition("\nA model whose")[0].split("\n\n")
+    calls, reasoning = (set(re.findall(r"`([a-z0-9_]+)`", table)) for table in tables)
+    assert set(CALLS) <= calls and set(REASONING) <= reasoning
+    assert {name for name in calls if "_" in name} <= set(CALLS)

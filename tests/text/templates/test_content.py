@@ -90,9 +90,16 @@ def test_templates_that_look_at_contents_still_work(make: Make, content: str, te
     assert [token for token in ids if token > 255] == [START, END]
 
 
-def test_a_content_that_the_template_leaves_out_changes_nothing(make: Make) -> None:
+def test_a_content_that_the_template_leaves_out_is_refused(make: Make) -> None:
     tokenizer = make("{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}")
-    assert tokenizer.chat(user("</s>")) == tokenizer.encode("<|im_start|>user", False)
+    with pytest.raises(RequestError, match=r"^messages\[0\]: the chat template .* leaves this text of the"):
+        tokenizer.chat(user("</s>"))
+
+
+def test_a_field_that_the_template_leaves_out_changes_nothing(make: Make) -> None:
+    tokenizer = make("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}")
+    message = {"role": "user", "content": "a", "name": "</s>"}
+    assert tokenizer.chat([message]) == tokenizer.encode("<|im_start|>a", False)
 
 
 def test_other_fields_of_a_message_are_content_too(make: Make) -> None:
@@ -113,7 +120,10 @@ def test_a_message_that_is_continued(make: Make) -> None:
 @pytest.mark.parametrize(
     ("template", "content"),
     [
-        ("{% for m in messages %}{{ 'x' if '</s>' in m.content else 'y' }}{% endfor %}", "</s>"),
+        (
+            "{% for m in messages %}{{ 'x' if '</s>' in m.content else 'y' }}{{ m.content }}{% endfor %}",
+            "</s>",
+        ),
         ("{{ messages[0].content.replace('</s>', '') }}", "a</s>"),
         ("{{ messages|tojson(ensure_ascii=true) }}", "a</s>"),
         ("{{ messages[0].content|upper }}", "</s>"),

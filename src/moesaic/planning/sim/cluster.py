@@ -65,9 +65,11 @@ class KnownPrompts(KVBlocks):
     A request that joins has one row to compute: that of its last known token.
     """
 
-    def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
+    def allocate(
+        self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0, salt: bytes = b""
+    ) -> int | None:
         """Allocate as `KVBlocks` does. The returned number need not be a multiple of block_size."""
-        num_known = super().allocate(request_id, token_ids, reusable, spare)
+        num_known = super().allocate(request_id, token_ids, reusable, spare, salt)
         return None if num_known is None else len(token_ids) - 1
 
 

@@ -263,7 +263,8 @@ class ContinuousBatching:
         while self.waiting and rows and len(self.running) < self.limits.max_num_seqs:
             request_id, sequence = next(iter(self.waiting.items()))
             tokens = sequence.tokens.array
-            num_cached = self.blocks.allocate(request_id, tokens, sequence.reusable, spare)
+            salt = sequence.request.params.cache_salt.encode()
+            num_cached = self.blocks.allocate(request_id, tokens, sequence.reusable, spare, salt)
             # No later request may overtake this one, even if it would fit.
             if num_cached is None:
                 break

@@ -42,16 +42,18 @@ ROOT = 0
 """The identity that a first block has as the block before it."""
 
 Key = tuple[int, bytes]
-"""(identity of the known block before, this block's tokens as bytes)"""
+"""(identity of the known block before, this block's tokens as bytes, in the first block behind the salt)"""
 
 
 class _Table:
     """The blocks of one request, in order of position."""
 
-    __slots__ = ("blocks", "num_committed")
+    __slots__ = ("blocks", "num_committed", "salt")
 
-    def __init__(self, known_blocks: list[int]) -> None:
+    def __init__(self, known_blocks: list[int], salt: bytes) -> None:
         self.blocks = IntVector(known_blocks)
+        self.salt = salt
+        """Is a part of the first block's key."""
         self.num_committed = len(known_blocks)
         """Blocks 0 : num_committed are known. 0 <= num_committed <= len(blocks)."""
 
@@ -138,8 +140,12 @@ class KVBlocks:
 
     # ---- changes
 
-    def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
+    def allocate(
+        self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0, salt: bytes = b""
+    ) -> int | None:
         """Allocate blocks for all of `token_ids`, leaving at least `spare` blocks available.
+
+        Only requests of the same salt share a prefix.
 
         Returns how many of the tokens are already in those blocks, or None when there are too few blocks. The
         number is a multiple of block_size and at most `reusable`. It is less than the number of tokens,
@@ -150,14 +156,14 @@ class KVBlocks:
             raise ValueError(f"request {request_id} has blocks already")
         if self.available <= spare:  # the last token always needs a new block: skip the lookup
             return None
-        known_blocks = self._usable(self._find(token_ids, min(reusable, len(token_ids) - 1)))
+        known_blocks = self._usable(self._find(token_ids, min(reusable, len(token_ids) - 1), salt))
         num_revived = sum(not self._references[block] for block in known_blocks)
         missing = self.blocks_for(len(token_ids)) - len(known_blocks)
         if missing + spare > self.available - num_revived:
             return None
         for block in known_blocks:
             self._hold(block)
-        table = self._tables[request_id] = _Table(known_blocks)
+        table = self._tables[request_id] = _Table(known_blocks, salt)
         table.blocks.extend([self._take() for _ in range(missing)])
         if self.prefix_reuse and reusable:
             self._queries += len(token_ids)
@@ -205,7 +211,7 @@ class KVBlocks:
             return
         blocks = table.blocks.array
         parent = self._identities[blocks[first - 1]] if first else ROOT
-        for index, content in enumerate(self._contents(token_ids, first, last), start=first):
+        for index, content in enumerate(self._contents(token_ids, first, last, table.salt), start=first):
             known_block = self._register(int(blocks[index]), (parent, content))
             blocks[index] = known_block
             parent = self._identities[known_block]
@@ -225,20 +231,21 @@ class KVBlocks:
 
     # ---- prefixes
 
-    def _contents(self, token_ids: IntArray, first: int, last: int) -> list[bytes]:
-        """The tokens of blocks first : last, each block's as bytes."""
+    def _contents(self, token_ids: IntArray, first: int, last: int, salt: bytes) -> list[bytes]:
+        """The tokens of blocks first : last, each block's as bytes. Those of block 0 follow the salt."""
         size = self.block_size
         data = np.asarray(token_ids[first * size : last * size], dtype=np.int64).tobytes()
         width = 8 * size
-        return [data[start : start + width] for start in range(0, len(data), width)]
+        contents = [data[start : start + width] for start in range(0, len(data), width)]
+        return [salt + contents[0], *contents[1:]] if salt and not first else contents
 
-    def _find(self, token_ids: IntArray, limit: int) -> list[int]:
+    def _find(self, token_ids: IntArray, limit: int, salt: bytes) -> list[int]:
         """The longest run of known blocks that begins `token_ids`, with at most `limit` tokens."""
         known_blocks: list[int] = []
         if not self.prefix_reuse or limit < self.block_size:
             return known_blocks
         parent = ROOT
-        for content in self._contents(token_ids, 0, limit // self.block_size):
+        for content in self._contents(token_ids, 0, limit // self.block_size, salt):
             block = self._block_by_key.get((parent, content))
             if block is None:
                 break

@@ -101,10 +101,12 @@ class StateBlocks(KVBlocks):
 
     # ---- changes
 
-    def allocate(self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0) -> int | None:
+    def allocate(
+        self, request_id: int, token_ids: IntArray, reusable: int, spare: int = 0, salt: bytes = b""
+    ) -> int | None:
         if not self._seats:
             return None
-        num_cached = super().allocate(request_id, token_ids, reusable, spare)
+        num_cached = super().allocate(request_id, token_ids, reusable, spare, salt)
         if num_cached is None:
             return None
         states = _RequestStates(self._seats.pop(), ZEROS, num_cached, self._pages.pop())

@@ -251,7 +251,11 @@ def _report(
         alike = raw if len(lines) == len(wanted_rows) else raw[lines]
         indices = [wanted_rows[line][0] for line in lines]
         entries = token_logprobs(alike, tokens[indices].clip(min=0).tolist(), count)
-        for index, entry in zip(indices, entries, strict=True):
+        for line, index, entry in zip(lines, indices, entries, strict=True):
+            token_ids = rows[index].request.params.logprob_token_ids
+            if token_ids:
+                values = raw[line, torch.tensor(token_ids, device=raw.device)].tolist()
+                entry = replace(entry, top=list(zip(token_ids, values, strict=True)))
             report[index] = None if index in bad else entry
     return report
 

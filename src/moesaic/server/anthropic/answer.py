@@ -113,6 +113,8 @@ class MessageWriter:
             [_complete_block(block) for block in answer_blocks], *_stop(finish), _make_usage(finish)
         )
 
+    ping = NamedEvent("ping", {})
+
     def make_error_event(self, problem: Problem) -> NamedEvent:
         """The event of an error."""
         return NamedEvent("error", make_anthropic_error(problem.status_code, problem.detail))

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from moesaic.server.requests import FIRST, Body, FunctionName, Ignored, Text, Unsupported
+from moesaic.server.requests import FIRST, MAX_SALT, Body, Ignored, Text, Unsupported
 
+CUSTOM = "custom"
+"""The type of a tool that the client runs. It may be absent."""
 Unread = Annotated[Any, Field(description=Ignored)]
+
+
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+"""A name that Anthropic's API allows, or one with `.`, `:` or `/`, which other servers take."""
+
+
+def _read_result_part(value: Any) -> Any:
+    """A reference to a tool as the text that names it."""
+    if isinstance(value, dict) and value.get("type") == "tool_reference":
+        return {"type": "text", "text": value.get("tool_name")}
+    return value
 
 
 class TextPart(Body):
@@ -30,8 +43,10 @@ class Block(Body):
     input: dict[str, Any] | None = None
     """The arguments of a tool_use."""
     tool_use_id: Text | None = None
-    content: str | Annotated[list[TextPart], FIRST] | None = None
-    """The result of a tool."""
+    content: str | Annotated[list[Annotated[TextPart, BeforeValidator(_read_result_part)]], FIRST] | None = (
+        None
+    )
+    """The result of a tool. A tool_reference in it is the name of the tool."""
     is_error: bool | None = None
     """The result is put after "Error: "."""
     thinking: str | None = None
@@ -49,18 +64,27 @@ class Turn(Body):
     content: str | Annotated[list[Block], FIRST]
 
 
-class Tool(Body):
-    """A function that the model may call. Tools that a server runs are not supported."""
+def _keep_name(value: Any) -> Any:
+    """The type and the name alone of a tool that a server runs, since its fields are not known."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return {"type": kind, "name": value.get("name")} if isinstance(kind, str) and kind != CUSTOM else value
 
-    type: Literal["custom"] | None = None
-    name: FunctionName
+
+class Tool(Body):
+    """A function that the model may call.
+
+    A tool that Anthropic's servers run has another type. It is left out, and a header names it.
+    """
+
+    type: Text | None = None
+    name: ToolName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     """The JSON schema of its arguments."""
     strict: bool | None = None
     cache_control: Unread = None
     allowed_callers: Unread = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = Field(None, description="The tool is there from the start.")
     eager_input_streaming: Unread = None
     input_examples: Unread = None
 
@@ -69,7 +93,7 @@ class ToolChoice(Body):
     """Whether the answer has to call a tool, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: FunctionName | None = None
+    name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
     """True: only the first call of an answer is returned."""
 
@@ -104,7 +128,7 @@ class CountRequest(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: str | Annotated[list[TextPart], FIRST] | None = None
-    tools: Annotated[list[Tool], FIRST] | None = None
+    tools: Annotated[list[Annotated[Tool, BeforeValidator(_keep_name)]], FIRST] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -126,3 +150,5 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = Field(None, description=Ignored)
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description=Ignored)
     container: Unsupported = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    """Only requests of the same salt share cached prefixes (vLLM)."""

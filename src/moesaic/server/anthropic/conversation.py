@@ -9,11 +9,18 @@ from typing import Any
 
 from moesaic.core.errors import RequestError
 from moesaic.server import requests as chat
-from moesaic.server.anthropic.body import Block, CountRequest, MessagesRequest, TextPart, Tool, Turn
+from moesaic.server.anthropic.body import (
+    CUSTOM,
+    Block,
+    CountRequest,
+    MessagesRequest,
+    TextPart,
+    Tool,
+    Turn,
+)
 from moesaic.server.tools import require_shallow
 
 NAMES = (
-    (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     ("response_format", "output_config.format"),
     ("thinking_token_budget", "thinking.budget_tokens"),
 )
@@ -45,7 +52,7 @@ def make_chat(body: CountRequest, reasons: bool) -> chat.ChatRequest:
         messages=messages,
         stream=True,
         stream_options=chat.StreamOptions(include_usage=True),
-        tools=[_tool(tool) for tool in body.tools or ()] or None,
+        tools=_list_functions(body) or None,
         continue_final_message=is_continued,
         add_generation_prompt=not is_continued,
         **_sampling(body),
@@ -60,14 +67,17 @@ def _sampling(body: CountRequest) -> dict[str, Any]:
     """How the answer is sampled, and where it ends."""
     if not isinstance(body, MessagesRequest):
         return {}
-    names = ("max_tokens", "temperature", "top_p", "top_k")
+    names = ("max_tokens", "temperature", "top_p", "top_k", "cache_salt")
     return {"stop": body.stop_sequences} | {name: getattr(body, name) for name in names}
 
 
 def _messages(body: CountRequest) -> list[chat.Message]:
-    messages = [chat.Message(role="system", content=_text(body.system))] if body.system else []
+    messages = (
+        [chat.Message(role="system", content=_text(body.system)).set_path("system")] if body.system else []
+    )
     for number, turn in enumerate(body.messages):
-        messages += _turn(turn, f"messages[{number}]")
+        path = f"messages[{number}]"
+        messages += [message.set_path(path) for message in _turn(turn, path)]
     if not messages:
         raise RequestError("messages: they have no content", "messages")
     return messages
@@ -147,8 +157,38 @@ def _require_text(last: chat.Message) -> None:
         raise RequestError("messages: the last message is the assistant's and has no text", "messages")
 
 
-def _tool(tool: Tool) -> chat.Tool:
-    function = chat.Function(
+def list_names(body: CountRequest) -> list[tuple[str, str]]:
+    """Fields of the chat of `body`, as patterns, and their names here."""
+    own_numbers = [number for number, tool in enumerate(body.tools or ()) if _is_run_by_client(tool)]
+    pairs = list(NAMES)
+    for chat_number, number in enumerate(own_numbers):
+        function = rf"tools\[{chat_number}\]\.function"
+        pairs += [
+            (rf"{function}\.parameters", f"tools[{number}].input_schema"),
+            (function, f"tools[{number}]"),
+        ]
+    return pairs
+
+
+def _list_functions(body: CountRequest) -> list[chat.Tool]:
+    tools = enumerate(body.tools or ())
+    return [_tool(tool, number) for number, tool in tools if _is_run_by_client(tool)]
+
+
+def list_left_out(body: CountRequest) -> list[str]:
+    """The types of the tools that only Anthropic's servers run."""
+    return [f"tools.{tool.type}" for tool in body.tools or () if not _is_run_by_client(tool)]
+
+
+def _is_run_by_client(tool: Tool) -> bool:
+    """Whether the client runs the tool."""
+    return tool.type in (None, CUSTOM)
+
+
+def _tool(tool: Tool, number: int) -> chat.Tool:
+    if tool.input_schema is None:
+        raise RequestError(f"tools[{number}].input_schema: missing; a tool has one", "tools")
+    function = chat.Function.model_construct(
         name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
     )
     return chat.Tool(type="function", function=function)
@@ -163,7 +203,9 @@ def _choice(body: CountRequest) -> dict[str, Any]:
     if choice.type == "tool":
         if choice.name is None:
             raise RequestError("tool_choice.name: missing; the type 'tool' has one", "tool_choice")
-        tool_choice = chat.ToolChoice(type="function", function=chat.ChosenFunction(name=choice.name))
+        tool_choice = chat.ToolChoice(
+            type="function", function=chat.ChosenFunction.model_construct(name=choice.name)
+        )
     else:
         tool_choice = "required" if choice.type == "any" else choice.type
     fields: dict[str, Any] = {"tool_choice": tool_choice}
@@ -201,4 +243,4 @@ def _form(body: CountRequest) -> dict[str, Any]:
     if body.output_config is None or body.output_config.format is None:
         return {}
     schema = chat.JsonSchemaFormat(schema=body.output_config.format.schema_, strict=None)
-    return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema)}
+    return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema, schema=None)}

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from moesaic.server.adaptors import deliver, translate_fields
 from moesaic.server.anthropic.answer import MessageAnswer, MessageWriter, TokenCount
 from moesaic.server.anthropic.body import CountRequest, MessagesRequest
-from moesaic.server.anthropic.conversation import NAMES, make_chat
+from moesaic.server.anthropic.conversation import list_left_out, list_names, make_chat
 from moesaic.server.anthropic.errors import AnthropicError
 from moesaic.server.chat import open_chat
 from moesaic.server.documentation import GENERATION_STATUSES, describe_named_events, errors
@@ -30,7 +30,8 @@ router = APIRouter(route_class=StrictJsonRoute)
 async def create_message(body: MessagesRequest, request: Request, service: Serving) -> Response:
     """Answer a conversation in Anthropic's form."""
     service.fields.check(body, request)
-    with translate_fields(NAMES):
+    service.fields.note(list_left_out(body), request)
+    with translate_fields(list_names(body)):
         conversation = make_chat(body, service.formats.reasoning is not None)
         chat = await open_chat(conversation, request.receive, service, fit=True)
     if chat is None:
@@ -45,7 +46,8 @@ async def count_tokens(body: CountRequest, request: Request, service: Serving) -
     service.engine.require_serving()
     service.require_model(body.model)
     service.fields.check(body, request)
-    with translate_fields(NAMES):
+    service.fields.note(list_left_out(body), request)
+    with translate_fields(list_names(body)):
         chat = make_chat(body, service.formats.reasoning is not None)
         callable_tools(chat, service.formats)
         prompt = await run_until_disconnect(

@@ -10,12 +10,15 @@ from moesaic.core.request import SamplingParams
 from moesaic.server.blocks import Block, BlockEnd, BlockEvent, BlockStart, Finish, Piece, collect
 from moesaic.server.errors import Problem
 from moesaic.server.events import NamedEvent
-from moesaic.server.openai_responses.body import ResponsesRequest
+from moesaic.server.openai_responses.body import ResponsesRequest, Tool
 from moesaic.server.openai_responses.objects import (
     CallItem,
+    CustomCallItem,
     IncompleteDetails,
     InputTokensDetails,
     MessageItem,
+    NamespacedCallItem,
+    NamespacedCustomCallItem,
     OutputItem,
     OutputText,
     OutputTokensDetails,
@@ -26,6 +29,7 @@ from moesaic.server.openai_responses.objects import (
     ResponseUsage,
     Status,
 )
+from moesaic.server.openai_responses.tools import FUNCTION, Toolbox, read_input
 from moesaic.server.responses import ChatLogprob
 
 _PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -37,6 +41,9 @@ _DELTA = {
 """Kind of a block -> name of the events of its pieces, without .delta and .done."""
 
 
+_CUSTOM_DELTA = "response.custom_tool_call_input"
+
+
 class ResponseWriter:
     """Writes one answer.
 
@@ -44,8 +51,14 @@ class ResponseWriter:
     """
 
     def __init__(
-        self, body: ResponsesRequest, model: str, params: SamplingParams, now: Callable[[], float]
+        self,
+        body: ResponsesRequest,
+        toolbox: Toolbox,
+        model: str,
+        params: SamplingParams,
+        now: Callable[[], float],
     ) -> None:
+        self._toolbox = toolbox
         self._model = model
         self._now = now
         self._key = uuid.uuid4().hex
@@ -65,6 +78,8 @@ class ResponseWriter:
                 case BlockStart(block):
                     for named_event in self._begin(block):
                         yield named_event
+                case Piece(block) if self._is_custom(block):
+                    pass  # its input is known when its arguments are complete
                 case Piece(block, text, logprobs):
                     yield self._piece(block, f"{_DELTA[block.kind]}.delta", logprobs, delta=text)
                 case BlockEnd(block):
@@ -80,6 +95,8 @@ class ResponseWriter:
         self._output = [self._item(block, _status(block)) for block in answer_blocks]
         return self._finish_response(finish)
 
+    ping = None
+
     def make_error_event(self, problem: Problem) -> NamedEvent:
         """The event of an error, with what the answer had before."""
         code = "invalid_prompt" if problem.status_code == 400 else "server_error"
@@ -94,8 +111,13 @@ class ResponseWriter:
 
     def _end(self, block: Block) -> Iterator[NamedEvent]:
         event_name = f"{_DELTA[block.kind]}.done"
-        if block.kind == "call":
-            yield self._piece(block, event_name, name=block.name, arguments=block.text)
+        if self._is_custom(block):
+            text = read_input(block.text)
+            yield self._piece(block, f"{_CUSTOM_DELTA}.delta", delta=text)
+            yield self._piece(block, f"{_CUSTOM_DELTA}.done", input=text)
+        elif block.kind == "call":
+            name = self._describe_call(block)["name"]
+            yield self._piece(block, event_name, name=name, arguments=block.text)
         else:
             yield self._piece(block, event_name, block.logprobs, text=block.text)
             yield self._piece(block, "response.content_part.done", part=_part(block))
@@ -122,7 +144,8 @@ class ResponseWriter:
         return NamedEvent(name, {"sequence_number": number, **plain})
 
     def _item_id(self, block: Block) -> str:
-        return f"{_PREFIX[block.kind]}_{self._key}{block.index:04d}"
+        prefix = "ctc" if self._is_custom(block) else _PREFIX[block.kind]
+        return f"{prefix}_{self._key}{block.index:04d}"
 
     def _item(self, block: Block, status: Status) -> OutputItem:
         """The item of a block. One that has just begun has no content."""
@@ -139,14 +162,27 @@ class ResponseWriter:
                     id=item_id, type="message", status=status, role="assistant", content=text_parts
                 )
             case "call":
-                return CallItem(
-                    id=item_id,
-                    type="function_call",
-                    status=status,
-                    call_id=block.id,
-                    name=block.name,
-                    arguments=block.text,
-                )
+                return self._call_item(block, {"id": item_id, "status": status, "call_id": block.id})
+
+    def _call_item(self, block: Block, fields: dict[str, Any]) -> OutputItem:
+        fields |= self._describe_call(block)
+        if self._is_custom(block):
+            custom_call = NamespacedCustomCallItem if "namespace" in fields else CustomCallItem
+            text = read_input(block.text) if block.text else ""
+            return custom_call(type="custom_tool_call", input=text, **fields)
+        call = NamespacedCallItem if "namespace" in fields else CallItem
+        return call(type="function_call", arguments=block.text, **fields)
+
+    def _is_custom(self, block: Block) -> bool:
+        tool = self._toolbox.find(block.name) if block.kind == "call" else None
+        return tool is not None and tool.is_custom
+
+    def _describe_call(self, block: Block) -> dict[str, str]:
+        """The name of the called tool, and its namespace if it has one, as the client knows them."""
+        tool = self._toolbox.find(block.name)
+        if tool is None or tool.namespace is None:
+            return {"name": block.name}
+        return {"name": tool.tool.name or "", "namespace": tool.namespace}
 
     def _finish_response(self, finish: Finish) -> ResponseAnswer:
         usage = finish.usage
@@ -196,6 +232,14 @@ def _part(block: Block) -> Any:
     return OutputText(type="output_text", text=block.text, annotations=[], logprobs=block.logprobs)
 
 
+def _describe_tool(tool: Tool) -> dict[str, Any]:
+    """A tool as the answer repeats it."""
+    fields = tool.model_dump(exclude_none=True)
+    return (
+        fields if tool.type != FUNCTION else dict.fromkeys(("description", "parameters", "strict")) | fields
+    )
+
+
 def _describe_request(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """What the answer says about its request."""
     choice, form = body.tool_choice or "auto", None if body.text is None else body.text.format
@@ -206,17 +250,8 @@ def _describe_request(body: ResponsesRequest, params: SamplingParams) -> dict[st
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_logprobs": body.top_logprobs or 0,
-        "tools": [
-            {
-                "type": "function",
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                "strict": tool.strict,
-            }
-            for tool in body.tools or ()
-        ],
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [_describe_tool(tool) for tool in body.tools or ()],
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "text": {
             "format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from moesaic.core.request import MAX_LOGPROBS
-from moesaic.server.requests import FIRST, Body, FunctionName, Ignored, Text, Unsupported
+from moesaic.server.requests import FIRST, MAX_SALT, Body, FunctionName, Ignored, Text, Unsupported
 
 Unread = Annotated[Any, Field(description=Ignored)]
 Stateless = Annotated[Any, Field(description="Not supported: the server keeps no state.")]
+
+
+def _read_refusal(value: Any) -> Any:
+    """A refusal as the text that it is."""
+    if isinstance(value, dict) and value.get("type") == "refusal":
+        return {"type": "output_text", "text": value.get("refusal")}
+    return value
 
 
 class Part(Body):
@@ -24,24 +31,46 @@ class Part(Body):
     prompt_cache_breakpoint: Unread = None
 
 
-Parts = Annotated[list[Part], FIRST]
+Parts = Annotated[list[Annotated[Part, BeforeValidator(_read_refusal)]], FIRST]
+READ_ITEMS = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "reasoning",
+)
+"""Types of items that are read. All others are skipped."""
+
+
+def _skip_unread(value: Any) -> Any:
+    """The type alone of an item that is not read, since its fields are not known."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return {"type": kind} if isinstance(kind, str) and kind not in READ_ITEMS else value
 
 
 class Item(Body):
     """A message, a call, the result of a call, or reasoning. Which fields it needs depends on its type."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
-    """None: a message."""
+    type: Text | None = None
+    """None: a message. An item of another type than these is skipped, and a header names it."""
     role: Literal["user", "system", "developer", "assistant"] | None = None
     content: str | Parts | None = None
     call_id: Text | None = None
     name: Text | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
+    """The input of a custom tool."""
+    action: dict[str, Any] | None = None
+    """What a local shell ran."""
     output: str | Parts | None = None
     """The result of a call."""
     summary: Parts | None = None
     """The summary of reasoning. It is used if the reasoning has no content."""
-    id: Unread = None
+    id: Text | None = None
     status: Unread = None
     phase: Unread = None
     caller: Unread = None
@@ -49,24 +78,58 @@ class Item(Body):
     parsed_arguments: Unread = None
 
 
-class FunctionTool(Body):
-    """A function that the model may call. Tools that a server runs are not supported."""
+Items = Annotated[list[Annotated[Item, BeforeValidator(_skip_unread)]], Field(min_length=1, fail_fast=True)]
 
-    type: Literal["function"]
-    name: FunctionName
+
+class ToolFormat(Body):
+    """The form of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class Tool(Body):
+    """A function, a custom tool or a namespace of both.
+
+    A tool of any other type, which only OpenAI's servers run, is left out, and a header names it.
+    """
+
+    type: Text
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    format: ToolFormat | None = None
+    """The form of a custom tool's input."""
+    tools: Annotated[list[Tool], FIRST] | None = None
+    """The tools of a namespace."""
+    defer_loading: bool | None = Field(None, description="The tool is there from the start.")
     allowed_callers: Unread = None
     output_schema: Unread = None
 
 
-class ChosenFunction(Body):
-    """The one function that the answer has to call."""
+def _keep_type(value: Any) -> Any:
+    """The type alone of a tool that is left out, since its fields are not known."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return (
+        {"type": kind} if isinstance(kind, str) and kind not in ("function", "custom", "namespace") else value
+    )
 
-    type: Literal["function"]
-    name: FunctionName
+
+Tools = Annotated[list[Annotated[Tool, BeforeValidator(_keep_type)]], FIRST]
+
+
+class ChosenTool(Body):
+    """The one tool that the answer has to call, or those that it may call."""
+
+    type: Text
+    name: Text | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    """Whether one of the allowed_tools has to be called."""
+    tools: Annotated[list[dict[str, Any]], FIRST] | None = None
+    """The allowed_tools."""
 
 
 class TextFormat(Body):
@@ -83,7 +146,8 @@ class TextOptions(Body):
     """How the answer is written."""
 
     format: TextFormat | None = None
-    verbosity: Unsupported = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """A variable of the chat template."""
 
 
 class ReasoningOptions(Body):
@@ -105,15 +169,15 @@ class ResponsesRequest(Body):
     """The body of POST /v1/responses."""
 
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, fail_fast=True)]
+    input: str | Items
     instructions: str | None = None
     """A system message before the input."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """More than the context leaves is reduced to that."""
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: Annotated[list[FunctionTool], FIRST] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     """False: only the first call of an answer is returned."""
     text: TextOptions | None = None
@@ -134,6 +198,8 @@ class ResponsesRequest(Body):
     service_tier: Literal["auto", "default"] | None = Field(None, description=Ignored)
     prompt_cache_key: Unread = None
     prompt_cache_retention: Unread = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
+    """Only requests of the same salt share cached prefixes (vLLM)."""
     previous_response_id: Stateless = None
     conversation: Stateless = None
     prompt: Stateless = None

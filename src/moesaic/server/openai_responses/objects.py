@@ -58,7 +58,32 @@ class CallItem(BaseModel):
     arguments: str
 
 
-OutputItem = ReasoningItem | MessageItem | CallItem
+class NamespacedCallItem(CallItem):
+    """A call of a function of a namespace."""
+
+    namespace: str
+
+
+class CustomCallItem(BaseModel):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: Status
+    call_id: str
+    name: str
+    input: str
+
+
+class NamespacedCustomCallItem(CustomCallItem):
+    """A call of a custom tool of a namespace."""
+
+    namespace: str
+
+
+OutputItem = (
+    ReasoningItem | MessageItem | NamespacedCallItem | CallItem | NamespacedCustomCallItem | CustomCallItem
+)
 
 
 class ResponseError(BaseModel):

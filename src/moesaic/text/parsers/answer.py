@@ -47,9 +47,13 @@ class AnswerParser:
         self._reader.add(text)
         return self._advance()
 
-    def finish(self) -> list[Event]:
-        """The events of what was held back. Nothing follows."""
-        self._reader.end()
+    def finish(self, is_cut: bool = False) -> list[Event]:
+        """The events of what was held back. Nothing follows.
+
+        is_cut: the model did not end the answer, as where it reached its maximum length. Then a call whose
+        end is missing stays open.
+        """
+        self._reader.end(is_cut)
         return self._advance()
 
     def _advance(self) -> list[Event]:
@@ -92,9 +96,13 @@ class AnswerParser:
     def _reasoning(self, close: str) -> Steps[None]:
         """Read reasoning up to `close`, or up to a call that ends it. White space around it is left out."""
         trimmed_text = TrimmedText(Reasoning, BLANK)
-        call_marks = () if self._calls is None else self._calls.ends_reasoning
-        mark = yield from self._reader.read_until((close, *call_marks), trimmed_text)
-        if not mark:
-            yield from trimmed_text.flush()
-        elif mark != close:
-            self._reader.unread(mark)
+        call_marks = () if self._calls is None else self._calls.marks
+        while mark := (yield from self._reader.read_until((close, *call_marks), trimmed_text)):
+            if mark == close:
+                return
+            assert self._calls is not None
+            if (yield from self._calls.is_call(self._reader, mark)):
+                self._reader.unread(mark)
+                return
+            yield from trimmed_text(mark)
+        yield from trimmed_text.flush()

@@ -37,7 +37,7 @@ class CallParser(ABC):
     other_marks: ClassVar[tuple[str, ...]] = ()
     """Other texts of this syntax that may be special tokens."""
     ends_reasoning: ClassVar[tuple[str, ...]] = ()
-    """What ends the reasoning although it was not closed. Some models call a tool before they close it."""
+    """What surely begins a call, and so ends the reasoning although it was not closed."""
 
     thinking: bool = False
     """The answer is inside of its reasoning, if this syntax tells that."""
@@ -51,11 +51,20 @@ class CallParser(ABC):
     def read(self, reader: Reader, lead: str = "") -> Steps[None]:
         """Read the answer to its end. lead: characters that are left out at its start."""
 
+    def is_call(self, reader: Reader, mark: str) -> Steps[bool]:
+        """Whether `mark` and the text behind it begin a call of a tool of the request. Nothing is read."""
+        yield from ()
+        return False
+
     def _begin(self, name: str, given_id: str | None = None) -> CallStart:
         """The event of the next call. Raises Malformed without a name."""
         if not name.strip():
             raise MalformedText
         return CallStart(self._index, name.strip(), given_id)
+
+    def _is_tool(self, name: str) -> bool:
+        """Whether the request has a tool of this name."""
+        return any(tool["function"]["name"] == name for tool in self._tools)
 
     def _announce(self, call: CallStart) -> Iterator[Event]:
         self._content.drop()
@@ -67,7 +76,8 @@ class CallParser(ABC):
     ) -> Steps[str]:
         """Pass on JSON up to one of `ends`, which is returned, without white space around it.
 
-        text_end: the end of the text is an end, too. Without any JSON the arguments are an empty object.
+        text_end: the end of the text is an end too, where the model ended it. Without any JSON the
+        arguments are an empty object.
         """
         trimmed_text = TrimmedText(lambda text: Arguments(call.index, text), BLANK)
         has_text = False
@@ -79,7 +89,7 @@ class CallParser(ABC):
             return events
 
         mark = yield from reader.read_until(ends, pass_on)
-        if not mark and not text_end:
+        if not mark and (reader.is_cut or not text_end):
             yield from trimmed_text.flush()
             return mark
         if not has_text:
@@ -96,6 +106,16 @@ class MarkedCalls(CallParser):
         while mark := (yield from reader.read_until(self.marks, self._content)):
             yield from self._read_marked_call(reader, mark)
         yield from self._content.flush()
+
+    def is_call(self, reader: Reader, mark: str) -> Steps[bool]:
+        reader.attempt()
+        try:
+            call = yield from self._head(reader, mark)
+        except MalformedText:
+            return False
+        finally:
+            reader.fail()
+        return not self._tools or self._is_tool(call.name)
 
     def _read_marked_call(self, reader: Reader, mark: str) -> Steps[None]:
         """Read what follows `mark`."""

@@ -16,10 +16,11 @@ from moesaic.text.parsers.answer import Tags
 from moesaic.text.parsers.calls import CallParser
 from moesaic.text.parsers.harmony import Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
-from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.tagged_calls import Glm, Hy3, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2, TokenCalls
 from moesaic.text.parsers.values import Tools, find_parameters, find_types
 
+_LINE = "\n"
 _NEWLINE = r"\n"
 _NEWLINES = r"/\n*/"
 _FINAL = "<|channel|>final<|message|>"
@@ -224,13 +225,18 @@ def _make_tagged_writer(parser: type[TaggedCalls], line: str) -> Callable[[Gramm
 
 def _function(grammar: Grammar, parser: type[TaggedCalls], line: str, tools: Tools, name: str) -> str:
     """A call of tool `name`: arguments in the schema's order, those that are not required at will."""
-    schema = _schema(tools, name)
+    start = grammar.exactly(parser.name[0] + name + parser.name[1] + line)
+    return f"{start} {_arguments(grammar, parser, line, tools, name)} {grammar.exactly(parser.name_end)}"
+
+
+def _arguments(grammar: Grammar, parser: type[TaggedCalls], line: str, tools: Tools, name: str) -> str:
+    """The arguments of a call of tool `name`."""
+    schema, parts = _schema(tools, name), list[str]()
     required_keys = schema.get("required")
-    parts = [grammar.exactly(parser.name[0] + name + parser.name[1] + line)]
     for key in schema["properties"] if isinstance(schema.get("properties"), Mapping) else ():
         value = _argument(grammar, parser, line, schema, key)
         parts.append(value if isinstance(required_keys, list) and key in required_keys else f"({value})?")
-    return " ".join([*parts, grammar.exactly(parser.name_end)])
+    return " ".join(parts)
 
 
 def _argument(
@@ -286,6 +292,17 @@ def _analysis(grammar: Grammar) -> str:
     return f"({grammar.rule(f'{opening} {thought_text} {next_}')})?"
 
 
+def _hy3(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+    calls = [
+        f"{grammar.exactly(Hy3.call_begin + name + Hy3.separator + _LINE)} "
+        f"{_arguments(grammar, Hy3, _LINE, tools, name)} {grammar.exactly(Hy3.end + _LINE)}"
+        for name in _names(tools)
+    ]
+    section_start, section_end = Hy3.section
+    call = _repeat_call(grammar, _add_choice(grammar, calls), "", parallel)
+    return f"{grammar.exactly(section_start + _LINE)} {call} {grammar.exactly(section_end)}"
+
+
 _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     Hermes: _hermes,
     Mistral: _mistral,
@@ -293,7 +310,9 @@ _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     DeepSeekV31: _make_section_writer(DeepSeekV31),
     KimiK2: _make_section_writer(KimiK2),
     Qwen3Coder: _make_tagged_writer(Qwen3Coder, "\n"),
+    MiMo: _make_tagged_writer(MiMo, "\n"),
     MiniMaxM2: _make_tagged_writer(MiniMaxM2, "\n"),
     Glm: _make_tagged_writer(Glm, "\n"),
+    Hy3: _hy3,
     Harmony: _harmony,
 }

@@ -31,6 +31,7 @@ class Harmony(CallParser):
     def __init__(self, tools: Tools | None = (), reasoning: bool = True) -> None:
         super().__init__(tools or ())
         self._calls = tools is not None
+        self._names = frozenset(str(tool["function"]["name"]) for tool in tools or ())
         self._splits = reasoning
         self._texts = dict[type, int]()
         """Kind of event -> number of messages that had it."""
@@ -63,7 +64,8 @@ class Harmony(CallParser):
             words = yield from _words(reader)
             yield from read_literal(reader, _CHANNEL)
         head = yield from read_up_to(reader, _MESSAGE)
-        channel = re.match(r"\s*(\w*)", head)
+        # A model may begin a second channel before its message: that one counts.
+        channel = re.match(r"\s*(\w*)", head.rpartition(_CHANNEL)[2])
         recipient = re.search(r"\bto=([^\s<]+)", f"{words} {head}")
         assert channel is not None
         return channel[1], recipient[1] if recipient else ""
@@ -71,7 +73,7 @@ class Harmony(CallParser):
     def _body(self, reader: Reader, channel: str, recipient: str) -> Steps[str]:
         """Read a message up to its end, which is returned."""
         name = recipient.removeprefix("functions.")
-        if self._calls and name != recipient and name:
+        if self._calls and name and (name != recipient or name in self._names):
             call = self._begin(name)
             yield from self._announce(call)
             return (yield from self._raw(reader, call, _ENDS, text_end=True))

@@ -142,24 +142,26 @@ class JsonCalls(MarkedCalls):
                 self._has_ended = True
                 return self._begin(name)
 
-    def _arguments(self, reader: Reader, call: CallStart) -> Steps[None]:
-        """Read the arguments up to their end, or pass on those that came before the name."""
+    def _arguments(self, reader: Reader, call: CallStart) -> Steps[bool]:
+        """Read the arguments up to their end, or pass on those that came before the name.
+
+        False: the end is missing.
+        """
         yield from self._announce(call)
         if self._has_ended:
             yield Arguments(call.index, _as_object(self._early_arguments))
-            return
+            return True
         first = yield from reader.character()
         if not first:
-            return
+            return False
         reader.unread(first)
         if first not in ("{", "["):
-            yield from self._scalar(reader, call)
-            return
+            return (yield from self._scalar(reader, call))
         scan = _Value()
         while True:
             text = yield from reader.read_available()
             if not text:
-                return
+                return False
             end = scan.end(text)
             if end is not None:
                 reader.unread(text[end:])
@@ -167,10 +169,10 @@ class JsonCalls(MarkedCalls):
             if text:
                 yield Arguments(call.index, text)
             if end is not None:
-                return
+                return True
 
-    def _scalar(self, reader: Reader, call: CallStart) -> Steps[None]:
-        """Arguments that are no object: null, or a string that contains one."""
+    def _scalar(self, reader: Reader, call: CallStart) -> Steps[bool]:
+        """Arguments that are no object: null, or a string that contains one. False: the end is missing."""
         reader.attempt()
         try:
             read = yield from value(reader)
@@ -178,9 +180,10 @@ class JsonCalls(MarkedCalls):
             reader.fail()
             while text := (yield from reader.read_available()):
                 yield Arguments(call.index, text)
-            return
+            return False
         reader.succeed()
         yield Arguments(call.index, _as_object(read))
+        return True
 
     def _rest_of_object(self, reader: Reader) -> Steps[None]:
         """Read further keys and the end of an object. Raises Malformed."""
@@ -210,6 +213,7 @@ class Hermes(JsonCalls):
 
     marks: ClassVar = ("<tool_call>",)
     other_marks: ClassVar = ("</tool_call>",)
+    ends_reasoning: ClassVar = ('<tool_call>\n{"name":', '<tool_call>{"name":')
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         return (yield from self._object(reader))
@@ -227,6 +231,7 @@ class Mistral(JsonCalls):
 
     marks: ClassVar = ("[TOOL_CALLS]",)
     other_marks: ClassVar = ("[ARGS]", "[CALL_ID]")
+    ends_reasoning: ClassVar = marks
 
     def __init__(self, tools: Any = ()) -> None:
         super().__init__(tools)
@@ -253,9 +258,10 @@ class Mistral(JsonCalls):
 
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         while True:
-            yield from self._arguments(reader, call)
+            has_arguments = yield from self._arguments(reader, call)
             if not self._is_list:
-                yield CallEnd(call.index)
+                if has_arguments:
+                    yield CallEnd(call.index)
                 return
             if (yield from _try_steps(reader, self._rest_of_object(reader))):
                 yield CallEnd(call.index)

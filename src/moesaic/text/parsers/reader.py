@@ -26,6 +26,8 @@ class Reader:
         self._text = ""
         self._position = 0
         self._has_ended = False
+        self.is_cut = False
+        """The text has ended, and not because the model ended it."""
         self._attempt_pieces: list[str] | None = None
         self._attempt_size = 0
 
@@ -34,9 +36,9 @@ class Reader:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def end(self) -> None:
-        """No more text follows."""
-        self._has_ended = True
+    def end(self, is_cut: bool = False) -> None:
+        """No more text follows. is_cut: the model did not end it."""
+        self._has_ended, self.is_cut = True, is_cut
 
     def read_available(self) -> Steps[str]:
         """All text that has arrived, at least one character. Empty at the end."""
@@ -150,6 +152,18 @@ def read_literal(reader: Reader, text: str) -> Steps[None]:
         character = yield from reader.character()
         if character != expected_character:
             raise MalformedText
+
+
+def read_if_next(reader: Reader, text: str) -> Steps[bool]:
+    """Read `text` if it comes next, and nothing otherwise. Use it within an attempt."""
+    read = ""
+    while read != text:
+        character = yield from reader.character()
+        read += character
+        if not character or not text.startswith(read):
+            reader.unread(read)
+            return False
+    return True
 
 
 def read_up_to(reader: Reader, mark: str, forbidden: str = "") -> Steps[str]:

@@ -17,7 +17,7 @@ from moesaic.text.parsers.calls import CallParser, Span
 from moesaic.text.parsers.grammar import after_reasoning, write_grammar
 from moesaic.text.parsers.harmony import ANALYSIS, Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
-from moesaic.text.parsers.tagged_calls import Glm, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.tagged_calls import Glm, Hy3, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
 from moesaic.text.parsers.values import Tools
 
@@ -27,7 +27,7 @@ CALLS: Mapping[str, type[CallParser]] = {
     "hermes": Hermes,
     "qwen3_coder": Qwen3Coder,
     "qwen3_xml": Qwen3Coder,
-    "mimo": Qwen3Coder,
+    "mimo": MiMo,
     "glm45": Glm,
     "glm47": Glm,
     "openai": Harmony,
@@ -35,6 +35,7 @@ CALLS: Mapping[str, type[CallParser]] = {
     "deepseek_v31": DeepSeekV31,
     "kimi_k2": KimiK2,
     "minimax_m2": MiniMaxM2,
+    "hy_v3": Hy3,
     "mistral": Mistral,
 }
 """Name for --tool-call-parser -> parser."""
@@ -49,27 +50,34 @@ REASONING: Mapping[str, Tags | None] = {
     "glm47": _THINK,
     "kimi_k2": _THINK,
     "minimax_m2": _THINK,
+    "hy_v3": Tags("<think:opensource>", "</think:opensource>"),
     "minimax_m3": Tags("<mm:think>", "</mm:think>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "openai_gptoss": None,
 }
 """Name for --reasoning-parser -> its tags. gpt-oss has channels in their place."""
 
-_CALL_MARKS = (
+_CALL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>", "functions")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    (None, ("]<]minimax[>[",)),  # MiniMax-M3 writes arguments as nested tags, which no parser here reads
+    ("hy_v3", ("<tool_calls{}>", "<tool_sep{}>", ":opensource")),
+    ("mimo", ("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
 )
-"""Parser, and the texts that a template contains if its model writes such calls. The first one is taken."""
+"""Parser, and the texts that a template contains if its model writes such calls. The first one is taken.
+
+None: no parser reads these calls."""
 _REASONING_MARKS = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
     ("minimax_m3", ("<mm:think>",)),
+    ("hy_v3", ("<think{}>", ":opensource")),
     ("qwen3", ("<think>",)),
     ("mistral", ("[THINK]",)),
 )
@@ -176,7 +184,7 @@ def check_parsers(calls: str, reasoning: str) -> None:
             raise ConfigError.field(flag, name, ", ".join((AUTO, NONE, *names)))
 
 
-def _detect_parser(template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+def _detect_parser(template: str, rows: tuple[tuple[str | None, tuple[str, ...]], ...]) -> str | None:
     return next((name for name, marks in rows if all(mark in template for mark in marks)), None)
 
 

@@ -29,6 +29,12 @@ class TokenCalls(MarkedCalls):
         elif mark == self.section[0] or not self._index:
             self._content.hold(mark)
 
+    def is_call(self, reader: Reader, mark: str) -> Steps[bool]:
+        """A section begins with a token that stands nowhere else."""
+        return mark == self.section[0] or (
+            mark == self.call[0] and (yield from super().is_call(reader, mark))
+        )
+
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         return self._parse_head((yield from read_up_to(reader, self.call[1])))
 
@@ -72,7 +78,7 @@ class KimiK2(TokenCalls):
     call: ClassVar = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
     def _parse_head(self, head: str) -> CallStart:
-        match = re.fullmatch(r"\s*(?:functions\.)?([^\s:]+?)(?::\d+)?\s*", head)
+        match = re.fullmatch(r"\s*(?:functions\.)?(\S+?)(?::\d+)?\s*", head)
         if match is None:
             raise MalformedText
         return self._begin(match[1], head.strip())

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from moesaic.core.schema_types import TYPE_ALIASES
+
 Tools = tuple[Mapping[str, Any], ...]
 """The `tools` of a request: {"type": "function", "function": {"name", "description", "parameters"}}."""
 _TYPES: dict[type, tuple[str, ...]] = {
@@ -68,10 +70,10 @@ def write_json(text: str, types: frozenset[str]) -> str:
 def _own_types(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names itself, or that its values have."""
     type_field = schema.get("type")
-    if isinstance(type_field, str):
-        return {type_field}
-    if isinstance(type_field, list):
-        return {name for name in type_field if isinstance(name, str)}
+    names = [type_field] if isinstance(type_field, str) else _list(type_field)
+    types = {TYPE_ALIASES.get(name, name) for name in names if isinstance(name, str)}
+    if types:
+        return set() if None in types else {name for name in types if name is not None}
     values = [*_list(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
     return {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
 

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from moesaic.core.errors import RequestError
 from moesaic.core.structured_outputs import StructuredOutputsParams
+from moesaic.text.structured.json_schema import SchemaError, prepare_schema
 from moesaic.text.structured.vocabulary import Vocabulary
 
 WHITESPACE = r"(\n[ \t]{0,20}| ?)"
@@ -21,12 +22,6 @@ WHITESPACE = r"(\n[ \t]{0,20}| ?)"
 
 It is bounded, since a model that is unsure can otherwise write white space until its tokens are used up.
 """
-FORMATS = frozenset(
-    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
-)
-"""Formats of JSON Schema that an answer keeps to."""
-_VALUES = ("const", "default", "enum", "examples")
-"""Keywords whose contents are values and not schemas."""
 _MAX_ERROR_CHARACTERS = 300
 
 
@@ -40,6 +35,10 @@ def make_grammar(params: StructuredOutputsParams, special: Mapping[str, int]) ->
         return _grammar(params, tuple(special.items()))
     except RecursionError as error:
         raise _make_error(params.kind, "it is nested too deeply") from error
+    except SchemaError as error:
+        raise _make_error(
+            params.kind, f"at {error.path[1:]}: {error}" if error.path else str(error)
+        ) from error
 
 
 @lru_cache(maxsize=16)
@@ -57,7 +56,8 @@ def _grammar(params: StructuredOutputsParams, special_tokens: tuple[tuple[str, i
         case "regex":
             grammar = LLMatcher.grammar_from_regex(value)
         case "choice":
-            lark = "start: " + " | ".join(json.dumps(text) for text in value)
+            # One terminal, since the library keeps a place in every alternative of a rule.
+            lark = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in value)
             grammar = LLMatcher.grammar_from_lark(lark)
         case "grammar":
             try:
@@ -115,38 +115,26 @@ def literal(text: str, special: Mapping[str, int]) -> str:
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
     """A Lark expression for JSON texts that `schema` accepts, with white space as in WHITESPACE."""
-    return "%json " + json.dumps(_prepare_schema(schema, {"whitespace_pattern": WHITESPACE}))
+    return "%json " + json.dumps(_with_options(schema, {"whitespace_pattern": WHITESPACE}))
 
 
 def _schema(schema: Any, params: StructuredOutputsParams) -> str:
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
-    return json.dumps(_prepare_schema(schema, options, is_closed=params.disable_additional_properties))
+    return json.dumps(_with_options(schema, options, is_closed=params.disable_additional_properties))
 
 
-def _prepare_schema(schema: Any, options: dict[str, Any], is_closed: bool = False) -> Any:
+def _with_options(schema: Any, options: dict[str, Any], is_closed: bool = False) -> Any:
     """The schema as the library takes it, with the library's options unless it has some of its own.
 
-    Formats that the library does not know are left out: to JSON Schema a format is a remark. is_closed:
-    objects have no properties that the schema does not name.
+    Raises SchemaError for one that cannot be kept to. is_closed: see prepare_schema.
     """
-
-    def adapt(node: Any) -> Any:
-        if isinstance(node, list):
-            return [adapt(part) for part in node]
-        if not isinstance(node, dict):
-            return node
-        inner = {name: part if name in _VALUES else adapt(part) for name, part in node.items()}
-        if isinstance(inner.get("format"), str) and inner["format"] not in FORMATS:
-            del inner["format"]
-        if is_closed and isinstance(inner.get("properties"), dict):
-            inner.setdefault("additionalProperties", False)
-        return inner
-
-    if isinstance(schema, bool):  # options need an object, and these objects mean the same
-        schema = {} if schema else {"not": {}}
-    return {"x-guidance": options, **adapt(schema)}
+    if isinstance(schema, bool):  # options need an object
+        if not schema:
+            raise SchemaError("", "no JSON text is allowed by it")
+        schema = {}
+    return {"x-guidance": options, **prepare_schema(schema, is_closed)}
 
 
 def _structural(tag: Any, params: StructuredOutputsParams, special: Mapping[str, int]) -> str:
