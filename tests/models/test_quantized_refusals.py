@@ -243,12 +243,12 @@ MIXED = {
     "the first is bf16": (
         r"layers\.1\.mlp\.experts\.0\.",
         None,
-        "experts.1.gate_proj.weight: got int4; allowed: bfloat16",
+        "experts.1.gate_proj.weight: got int4; allowed: no quantised type",
     ),
     "the first gate is bf16": (
         r"1\.mlp\.experts\.0\.gate",
         None,
-        "experts.0.up_proj.weight: got int4; allowed: bfloat16",
+        "experts.0.up_proj.weight: got int4; allowed: no quantised type",
     ),
     "another is bf16": (
         r"layers\.1\.mlp\.experts\.2\.",

@@ -105,19 +105,19 @@ def test_the_eos_token_of_the_tokenizer_ends_an_answer(tmp_path: Path) -> None:
 
 def test_templates_of_a_folder_have_the_names_of_their_files(tmp_path: Path) -> None:
     byte_tokenizer(tmp_path, ["</s>"])
-    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "chat_template.jinja").write_text("plain {{ messages[0].content }}")
     folder = tmp_path / "additional_chat_templates"
     folder.mkdir()
-    (folder / "tool_use.jinja").write_text("{{ tools | length }} tools")
-    (folder / "rag.jinja").write_text("other")
+    (folder / "tool_use.jinja").write_text("{{ tools | length }} tools {{ messages[0].content }}")
+    (folder / "rag.jinja").write_text("other {{ messages[0].content }}")
     tokenizer = Tokenizer(tmp_path)
     question = [{"role": "user", "content": "x"}]
-    assert tokenizer.render(question) == "plain"
-    assert tokenizer.render(question, tools=[{}, {}]) == "2 tools"
+    assert tokenizer.render(question) == "plain x"
+    assert tokenizer.render(question, tools=[{}, {}]) == "2 tools x"
     tokenizer.close()
-    (tmp_path / "mine.jinja").write_text("mine")
+    (tmp_path / "mine.jinja").write_text("mine {{ messages[0].content }}")
     tokenizer = Tokenizer(tmp_path, tmp_path / "mine.jinja")
-    assert tokenizer.render(question, tools=[{}]) == "mine"
+    assert tokenizer.render(question, tools=[{}]) == "mine x"
     tokenizer.close()
 
 
