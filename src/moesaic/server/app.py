@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastapi import Depends
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moesaic.config import CorsConfig
 from moesaic.server import chat, completions, docs_page, elastic, missing, status, tokens, watching, web_page
@@ -17,11 +18,27 @@ from moesaic.server.cors import Cors
 from moesaic.server.documentation import Api, bearer
 from moesaic.server.errors import install_handlers
 from moesaic.server.guard import BODY_SECONDS, MAX_BODY_BYTES, Access, Guard
-from moesaic.server.head import HeadAsGet
 from moesaic.server.metrics import OWN_PREFIX, EngineCollector, make_registry
 from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.request_trace import RequestTrace, Tracing
 from moesaic.server.service import Service
+
+
+class HeadAsGet:
+    """Answers HEAD wherever GET is answered: passes it on as GET, and sends no body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_headers(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_headers)
 
 
 def create_app(
