@@ -63,7 +63,8 @@ def test_a_cluster_on_a_cpu_loads_nothing_of_a_gpu(tmp_path: Path) -> None:
         with process:
             assert process.stdout is not None
             url = json.loads(process.stdout.readline())["url"]
-            body = json.dumps({"model": "demo", "prompt": "a", "max_tokens": 4}).encode()
+            fields = {"model": "demo", "prompt": "a", "max_tokens": 4, "ignore_eos": True}
+            body = json.dumps(fields).encode()
             request = urllib.request.Request(
                 f"{url}/v1/completions", body, {"Content-Type": "application/json"}
             )
