@@ -123,9 +123,17 @@ def test_streamed_experts_become_float32_where_kernels_cannot_read_them(models: 
 
 
 OTHERS = {
-    "a layer": (r"layers\.0\.mlp\.experts\.", None, "layer 1: got int4; allowed: bfloat16, as in layer 0"),
+    "a layer": (
+        r"layers\.0\.mlp\.experts\.",
+        None,
+        "layer 1: got int4_g32; allowed: bfloat16, as",
+    ),
     "an expert": (r"experts\.2\.", "int8 rows", "experts.2.gate_proj: an expert is stored as int8; allowed"),
-    "a plain one": (r"1\.mlp\.experts\.2\.", None, "experts.2.gate_proj.weight: got BF16; allowed: int4, as"),
+    "a plain one": (
+        r"1\.mlp\.experts\.2\.",
+        None,
+        "experts.2.gate_proj.weight: got BF16; allowed: int4_g32",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""The blocks of GGUF files have the numbers of the library `gguf`, in every type."""
+"""The blocks of GGUF files have the numbers of the library `gguf`, and groups those of their definition."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, row_bytes
+from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES, QUANTIZATIONS, row_bytes
 from moesaic.kernels import blocks, quantized_layout
 from moesaic.kernels.matrix import QuantizedMatrix
 
 Bytes = npt.NDArray[np.uint8]
+GGML_TYPES = [dtype for dtype in BLOCK_TYPES if dtype not in GROUP_TYPES]
 EXTREMES = {
     "ordinary": [1.0, -0.37, 0.01], "tiny": [6e-8, -6e-8, 0.0], "huge": [65504.0, -65504.0, 3e4],
 }  # fmt: skip
@@ -30,6 +31,8 @@ def random_rows(dtype: str, scales: str, rows: int = 12, count: int = 5) -> Byte
     rng, block = np.random.default_rng(3), BLOCK_TYPES[dtype]
     stored_rows = rng.integers(0, 256, (rows, count * block.size), dtype=np.uint8)
     each = stored_rows.reshape(-1, block.size)
+    if dtype in GROUP_TYPES:
+        each[:, 0] &= 15
     for offset in blocks.SCALES.get(dtype, ()):
         each[:, offset : offset + 2] = (
             rng.choice(EXTREMES[scales], (len(each), 1)).astype("<f2").view(np.uint8)
@@ -40,7 +43,7 @@ def random_rows(dtype: str, scales: str, rows: int = 12, count: int = 5) -> Byte
 
 
 @pytest.mark.parametrize("scales", EXTREMES)
-@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+@pytest.mark.parametrize("dtype", GGML_TYPES)
 def test_every_type_has_the_numbers_of_the_library(dtype: str, scales: str) -> None:
     stored_rows = random_rows(dtype, scales)
     wanted = gguf.dequantize(stored_rows, ggml_type(dtype))
@@ -56,7 +59,7 @@ def test_every_type_has_the_numbers_of_the_library(dtype: str, scales: str) -> N
 @pytest.mark.parametrize("dtype", [name for name, one in BLOCK_TYPES.items() if one.conversion != "float32"])
 def test_a_conversion_keeps_the_numbers(dtype: str) -> None:
     stored_rows, kind = random_rows(dtype, "ordinary"), BLOCK_TYPES[dtype].conversion
-    codes, scales, offsets = blocks.decode_rows(dtype, stored_rows)
+    codes, scales, offsets = blocks.decode_conversion(dtype, stored_rows)
     repeat = BLOCK_TYPES[dtype].group // QUANTIZATIONS[kind].group
     parts = [part if part is None else part.repeat(repeat, axis=1) for part in (scales, offsets)]
     assert parts[0] is not None
@@ -65,7 +68,7 @@ def test_a_conversion_keeps_the_numbers(dtype: str) -> None:
     assert np.array_equal(numbers, blocks.dequantize(dtype, stored_rows))
 
 
-@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+@pytest.mark.parametrize("dtype", GGML_TYPES)
 def test_numbers_that_are_not_finite_are_found_in_every_place_of_a_block(dtype: str) -> None:
     sound = random_rows(dtype, "huge")
     if dtype not in blocks.SCALES:
@@ -83,10 +86,59 @@ def test_numbers_that_are_not_finite_are_found_in_every_place_of_a_block(dtype: 
             assert not np.isfinite(blocks.dequantize(dtype, stored_rows)).all()
 
 
-@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+@pytest.mark.parametrize("dtype", GGML_TYPES)
 def test_bytes_of_rows_are_those_of_the_library(dtype: str) -> None:
     numbers, size = gguf.GGML_QUANT_SIZES[ggml_type(dtype)]
     assert (BLOCK_TYPES[dtype].numbers, BLOCK_TYPES[dtype].size) == (numbers, size)
     assert row_bytes(dtype, 1024) == 1024 // numbers * size
     with pytest.raises(ValueError, match=f"rows of 1040 numbers; allowed: multiples of {numbers}"):
         row_bytes(dtype, 1040)
+
+
+NARROW_SCALES = {
+    "float16": np.array([6e-8, -6e-8, 0.011, -0.37, 65504.0], "<f2").astype(np.float32),
+    "bfloat16": np.array([1e-30, -3e-9, 0.0117, -0.371, 1e30], "<f4"),
+}
+NARROW_SCALES["bfloat16"] = (NARROW_SCALES["bfloat16"].view("<u4") & 0xFFFF0000).view("<f4")
+"""Scales as files may have them: of ordinary size, and those that only one type of 16 bits holds."""
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("scale_type", NARROW_SCALES)
+@pytest.mark.parametrize("dtype", GROUP_TYPES)
+def test_groups_have_the_numbers_of_their_definition(dtype: str, scale_type: str, repeats: int) -> None:
+    rng, block = np.random.default_rng(5), BLOCK_TYPES[dtype]
+    columns, is_int4 = 8 * block.numbers, dtype.startswith("int4")
+    codes = rng.integers(0, 16 if is_int4 else 256, (6, columns)).astype(np.uint8)
+    packed_codes = codes[:, ::2] | codes[:, 1::2] << np.uint8(4) if is_int4 else codes
+    scales = rng.choice(NARROW_SCALES[scale_type], (6, 8 // repeats))
+    zeros = (
+        rng.integers(0, 16, scales.shape).astype(np.uint8) if is_int4 else np.zeros(scales.shape, np.uint8)
+    )
+    rows = blocks.pack_groups(dtype, packed_codes, scales, zeros)
+    assert rows.shape == (6, row_bytes(dtype, columns))
+    values = (codes if is_int4 else codes.view(np.int8)).astype(np.float64)
+    of_group = columns // scales.shape[1]
+    wanted = (values - zeros.repeat(of_group, axis=1)) * scales.repeat(of_group, axis=1).astype(np.float64)
+    numbers = blocks.dequantize(dtype, rows)
+    assert np.array_equal(numbers, wanted) and wanted.any()
+    assert torch.equal(
+        QuantizedMatrix(torch.from_numpy(rows), columns, dtype).floats(), torch.from_numpy(numbers)
+    )
+    assert blocks.find_not_finite(dtype, rows) is None
+    one_scale = blocks.pack_groups(dtype, packed_codes, scales[:, :1])
+    assert (
+        blocks.pack_groups(dtype, packed_codes, scales[:, :1].repeat(8, axis=1)).tobytes()
+        == one_scale.tobytes()
+    )
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("dtype", GROUP_TYPES)
+def test_scales_that_make_numbers_infinite_are_found(dtype: str, number: float) -> None:
+    scales = np.ones((3, 4), dtype=np.float32)
+    size = BLOCK_TYPES[dtype].size - blocks.GROUP_HEAD
+    scales[2, 1] = number
+    scales = (scales.view("<u4") & 0xFFFF0000).view("<f4")
+    rows = blocks.pack_groups(dtype, np.full((3, 4 * size), 0x77, np.uint8), scales)
+    assert str(blocks.find_not_finite(dtype, rows)) == str(float(scales[2, 1]))

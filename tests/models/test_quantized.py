@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 FORMATS = {**quantizers.FORMATS, "mxfp4": quantizers.MXFP4}
-STORED = {**quantizers.STORED, "mxfp4": "mxfp4"}
+STORED = {**quantizers.STORED, "mxfp4": "mxfp4_e8m0"}
 EVERY = [("qwen3", form) for form in quantizers.FORMATS] + [("gpt-oss", "mxfp4")]
 FOR_EACH = [*EVERY, ("deepseek3", "fp8 blocks")]
 kernels = table.pick("cpu", "auto")

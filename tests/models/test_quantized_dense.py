@@ -113,12 +113,16 @@ def test_logits_have_the_bits_of_float32(made: Made, name: str, form: str) -> No
 def test_all_matrices_but_gates_stay(made: Made) -> None:
     found = kinds(load(made("qwen3", "packed int8")))
     attention = [
-        f".{layer}.attention_part.{part}.weight"
-        for layer in (0, 1)
-        for part in ("query", "key", "value", "out_proj")
+        f".{layer}.attention_part.{part}.weight" for layer in (0, 1) for part in ("query", "key", "value")
     ]
+    outputs = [f".{layer}.attention_part.out_proj.weight" for layer in (0, 1)]  # rows of whole blocks
     dense = [f".1.dense_part.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-    assert found == {**dict.fromkeys([*attention, *dense], "int8"), ".0.router.weight": "float32"}
+    wanted = {**dict.fromkeys([*attention, *dense], "int8"), **dict.fromkeys(outputs, "int8_g128")}
+    assert found == {**wanted, ".0.router.weight": "float32"}
+
+
+SPLIT = {"fp8 blocks": "float32", "packed int4, zero points": "int4_offset", "packed int8": "int8"}
+"""Form -> what the columns of one of four ranks become."""
 
 
 @pytest.mark.parametrize(
@@ -138,10 +142,13 @@ def test_all_matrices_but_gates_stay(made: Made) -> None:
     ],
 )
 def test_ranks_have_parts_of_stored_matrices(made: Made, form: str, size: int) -> None:
-    """A head has 32 numbers. So the columns of one rank are whole groups of all types but FP8's."""
+    """A head has 32 numbers. So the columns of one rank are whole groups of all types but FP8's.
+
+    But a block of 128 numbers is split where a row is one group.
+    """
     path = made("qwen3", form)
     ranks = [load(path, Shard(rank, size)) for rank in range(size)]
-    cut = "float32" if form == "fp8 blocks" and size == 4 else quantizers.STORED[form]
+    cut = SPLIT.get(form, quantizers.STORED[form]) if size == 4 else quantizers.STORED[form]
     for model in ranks:
         part = model.blocks[0].attention_part
         assert kind_of(part.query.weight) == kind_of(part.value.weight) == quantizers.STORED[form]

@@ -243,12 +243,12 @@ MIXED = {
     "the first is bf16": (
         r"layers\.1\.mlp\.experts\.0\.",
         None,
-        "experts.1.gate_proj.weight: got int4; allowed: no quantised type",
+        "experts.1.gate_proj.weight: got int4_g32; allowed: no quantised type",
     ),
     "the first gate is bf16": (
         r"1\.mlp\.experts\.0\.gate",
         None,
-        "experts.0.up_proj.weight: got int4; allowed: no quantised type",
+        "experts.0.up_proj.weight: got int4_g32; allowed: no quantised type",
     ),
     "another is bf16": (
         r"layers\.1\.mlp\.experts\.2\.",
@@ -268,9 +268,9 @@ def test_experts_of_a_layer_with_several_types(source: Path, tmp_path: Path, wha
 
 
 LAYERS = {
-    "a layer is bf16": (r"layers\.0\.mlp\.experts\.", None, "bfloat16", {1: "int4"}),
-    "downs are FP8": (r"experts\.\d+\.down", "fp8 rows", "int4+fp8", {}),
-    "downs of a layer are FP8": (r"1\.mlp\.experts\.\d+\.down", "fp8 rows", "int4", {1: "int4+fp8"}),
+    "a layer is bf16": (r"layers\.0\.mlp\.experts\.", None, "bfloat16", {1: "int4_g32"}),
+    "downs are FP8": (r"experts\.\d+\.down", "fp8 rows", "int4_g32+fp8", {}),
+    "downs of a layer are FP8": (r"1\.mlp\.experts\.\d+\.down", "fp8 rows", "int4_g32", {1: "int4_g32+fp8"}),
 }
 
 

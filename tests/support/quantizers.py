@@ -319,8 +319,9 @@ POWERS = Format(fp8_powers, {"quant_method": "fp8", "weight_block_size": [128, 1
 STORED = {
     "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "fp8 matrix, static": "fp8",
     "int8 rows": "int8",
-    "int8 rows, zero points": "int8_offset", "packed int4": "int4", "packed int4, zero points": "int4_offset",
-    "packed int8": "int8", "packed int8, zero points": "int8_offset", "gptq": "int4_offset",
-    "gptq v2, act order": "float32", "awq": "int4_offset",
+    "int8 rows, zero points": "int8_offset",
+    "packed int4": "int4_g32", "packed int4, zero points": "int4_g32",
+    "packed int8": "int8", "packed int8, zero points": "int8_offset", "gptq": "int4_g32",
+    "gptq v2, act order": "float32", "awq": "int4_g32",
 }  # fmt: skip
 """The type in memory of each format's experts."""

@@ -49,6 +49,7 @@ from moesaic.planning.sizes import (
     has_weights,
     in_format,
     read_checkpoint_sizes,
+    type_by_config,
     without_quantization,
 )
 from moesaic.runtime.cache_size import AUTO_SHARE, AUTO_SHARE_CUDA
@@ -220,7 +221,8 @@ def _describe_storage(source: FoundModel, raw: dict[str, Any], spec: ModelSpec |
     )
     kind, sizes = COMPRESSED_DTYPE if method == QUANT_METHOD else number_type(raw), source.files
     with contextlib.suppress(MoesaicError):  # already a line of the report
-        kind = registry.quantised_type(raw) or kind
+        if spec is not None:
+            kind = type_by_config(raw, spec.hidden_size, spec.expert_width) or kind
     if source.directory is not None:
         weight_files = (file for file in files.model_files(source.directory) if file.suffix in files.WEIGHTS)
         sizes = {file.name: file.stat().st_size for file in weight_files}

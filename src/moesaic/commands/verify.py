@@ -41,10 +41,11 @@ def run(options: Verify, as_json: bool) -> int:
     with progress(Console(stderr=True), time.monotonic, "parts/s") as show:
         verdict = verify(path, kernels, tokens, options.tolerance, show)
     seconds = time.monotonic() - start
-    quantized_type = registry.quantised_type(files.read_config(path))
-    dequantized_by = (
-        None if quantized_type is None else options.against if quantized_type == "mxfp4" else "moesaic"
-    )
+    raw = files.read_config(path)
+    is_mxfp4 = raw.get("quantization_config", {}).get("quant_method") == "mxfp4"
+    dequantized_by = None
+    if registry.is_quantised(raw):
+        dequantized_by = options.against if is_mxfp4 else "moesaic"
     if as_json:
         record = _record(options, tokens, kernels.name, verdict, seconds)
         print(json.dumps(record | {"dequantised_by": dequantized_by}))

@@ -59,7 +59,7 @@ QUANTIZATIONS = {
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of quantised weights whose rows are blocks of ggml, as GGUF files have them.
+    """A type of quantised weights whose rows are blocks, each with its codes and scales.
 
     A number is scale * value, or scale * value + offset, as in a `Quantization`. `kernels/blocks.py` reads
     it.
@@ -96,9 +96,19 @@ BLOCK_TYPES = {
     "iq4_nl": BlockType(32, 18, 32, "int8"),
     "iq4_xs": BlockType(256, 136, 32, "int8"),
     "mxfp4_e8m0": BlockType(32, 17, 32, "mxfp4"),
+    "int4_g128": BlockType(128, 67, 32, "int4_offset"),
+    "int4_g64": BlockType(64, 35, 32, "int4_offset"),
+    "int4_g32": BlockType(32, 19, 32, "int4_offset"),
+    "int8_g128": BlockType(128, 131, 32, "int8"),
 }
-"""The types of ggml's blocks by name: that of ggml in small letters. ggml's MXFP4 has "mxfp4_e8m0", since
-"mxfp4" has scales in float32."""
+"""The types of blocks by name. Most are ggml's, as GGUF files have them, with ggml's name in small letters.
+ggml's MXFP4 has "mxfp4_e8m0", since "mxfp4" has scales in float32.
+
+The last four are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and the codes. The
+low half of the byte is the zero point of "int4". Its highest bit says that the scale is bf16, not float16.
+"""
+GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128")
+"""The types of BLOCK_TYPES that no GGUF file has."""
 PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS, *BLOCK_TYPES)
 """Types whose rows are bytes, and not numbers."""
 NATIVE_DTYPES = ("bfloat16", "float32", *PACKED_DTYPES)

@@ -1,8 +1,8 @@
-"""The codes, scales and offsets of ggml's blocks, as GGUF files have them.
+"""The codes, scales and offsets of weights in blocks.
 
-A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks, whose layout is that of ggml's
-structs: `block_q4_K` and so on. The numbers are those that the library `gguf` computes, to the bit.
-`csrc/blocks.h` reads the same.
+A row of a type of `core.weight_types.BLOCK_TYPES` is stored in blocks. Those of GGUF files have the layout of
+ggml's structs: `block_q4_K` and so on. Their numbers are those that the library `gguf` computes, to the bit.
+`pack_groups` writes the others. `csrc/blocks.h` reads the same.
 
 Question: How are the numbers of a GGUF block computed?
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.core.weight_types import BLOCK_TYPES
+from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES
 from moesaic.kernels.quantized_layout import TABLES, Bytes, Floats
 
 IQ4 = np.array(
@@ -36,6 +36,19 @@ def decode_rows(dtype: str, stored_rows: Bytes) -> Parts:
         scales.reshape(rows, -1),
         None if offsets is None else offsets.reshape(rows, -1),
     )
+
+
+def decode_conversion(dtype: str, stored_rows: Bytes) -> Parts:
+    """As `decode_rows`, but codes and offsets are those of the type that `BlockType.conversion` names."""
+    codes, scales, offsets = decode_rows(dtype, stored_rows)
+    if not dtype.startswith("int4_g"):
+        return codes, scales, offsets
+    block = BLOCK_TYPES[dtype]
+    zeros = (stored_rows.reshape(len(stored_rows), -1, block.size)[:, :, 0] & np.uint8(15)).repeat(
+        block.numbers // block.group, axis=1
+    )
+    # A scale has so few bits that the product is exact.
+    return codes + zeros.repeat(block.group, axis=1), scales, -(scales * zeros)
 
 
 def _half(blocks: Bytes, offset: int) -> Floats:
@@ -159,18 +172,70 @@ def _q3_k(blocks: Bytes) -> Parts:
     return (codes.view(np.int8) - np.int8(4)).view(np.uint8), _half(blocks, 108) * factors, None
 
 
+BF16_SCALE = 0x80
+"""The bit of the first byte of a group that says that its scale is bf16."""
+GROUP_HEAD = 3
+"""Bytes of a group before its codes."""
+
+
+def _group_scales(blocks: Bytes) -> Floats:
+    """The scale of a group, [n, 1]."""
+    wide = np.ascontiguousarray(blocks[:, 1:3]).view("<u2").astype(np.uint32) << np.uint32(16)
+    return np.where(blocks[:, :1] & BF16_SCALE, wide.view(np.float32), _half(blocks, 1))
+
+
+def _read_int4(blocks: Bytes) -> Parts:
+    packed_codes = blocks[:, GROUP_HEAD:]
+    codes = np.stack([packed_codes & np.uint8(15), packed_codes >> np.uint8(4)], axis=2)
+    codes = codes.reshape(len(blocks), -1) - (blocks[:, :1] & np.uint8(15))
+    return codes, _group_scales(blocks).repeat(codes.shape[1] // 32, axis=1), None
+
+
+def _read_int8(blocks: Bytes) -> Parts:
+    codes = blocks[:, GROUP_HEAD:]
+    return codes, _group_scales(blocks).repeat(codes.shape[1] // 32, axis=1), None
+
+
+def pack_groups(dtype: str, packed_codes: Bytes, scales: Floats, zeros: Bytes | int = 0) -> Bytes:
+    """The rows of a type "int4_g..." or "int8_g...", [rows, row_bytes].
+
+    packed_codes: [rows, bytes]; of "int4", two a byte with the first in the low half. scales: [rows, groups],
+    where groups are as large as those of `dtype`, or some times larger; each is a number of float16 or bf16.
+    zeros: zero points of "int4", [rows, groups] or one for all.
+    """
+    block = BLOCK_TYPES[dtype]
+    rows, codes_size = len(packed_codes), block.size - GROUP_HEAD
+    blocks = np.empty((rows, packed_codes.shape[1] // codes_size, block.size), dtype=np.uint8)
+    repeats = blocks.shape[1] // scales.shape[1]
+    with np.errstate(over="ignore"):  # of scales that only bf16 holds
+        halves = scales.astype("<f2")
+    in_bf16 = halves.astype(np.float32) != scales
+    upper_bits = (np.ascontiguousarray(scales).view(np.uint32) >> np.uint32(16)).astype("<u2")
+    scale_bits = np.where(in_bf16, upper_bits, halves.view("<u2")).astype("<u2")
+    first_bytes = in_bf16 * np.uint8(BF16_SCALE) | np.uint8(zeros)
+    blocks[:, :, 0] = first_bytes.repeat(repeats, axis=1)
+    blocks[:, :, 1:GROUP_HEAD] = (
+        scale_bits.repeat(repeats, axis=1).view(np.uint8).reshape(rows, blocks.shape[1], 2)
+    )
+    blocks[:, :, GROUP_HEAD:] = packed_codes.reshape(rows, -1, codes_size)
+    return blocks.reshape(rows, -1)
+
+
 READERS: dict[str, Callable[[Bytes], Parts]] = {
     "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
     "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
     "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_e8m0": _mxfp4,
+    "int4_g128": _read_int4, "int4_g64": _read_int4, "int4_g32": _read_int4, "int8_g128": _read_int8,
 }  # fmt: skip
 """Type -> what reads blocks [n, size]: codes [n, numbers], scales and offsets [n, groups]."""
 SCALES = {
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,),
+    **dict.fromkeys(GROUP_TYPES, (1,)),
 }  # fmt: skip
-"""Type -> the bytes of a block at which its float16 numbers begin. MXFP4 has an exponent instead."""
+"""Type -> the bytes of a block at which its float16 numbers begin; that of a group may be bf16. MXFP4 has an
+exponent instead."""
 MOST_EXPONENT = 252
 """The largest exponent of MXFP4 with which every code is a finite float32."""
 VALUES = {
@@ -191,6 +256,10 @@ def find_not_finite(dtype: str, stored_rows: Bytes) -> float | None:
     if dtype == "mxfp4_e8m0":
         largest = int(blocks[:, 0].max(initial=0))
         return None if largest <= MOST_EXPONENT else float("nan" if largest == 255 else "inf")
+    if dtype in GROUP_TYPES:
+        scales = _group_scales(blocks)
+        with np.errstate(over="ignore"):
+            return next(iter(scales[~np.isfinite(scales * np.float32(128))].tolist()), None)
     for offset in SCALES[dtype]:
         # An exponent of float16 whose bits are all set means NaN or infinity.
         damage = blocks[blocks[:, offset + 1] & 0x7C == 0x7C]

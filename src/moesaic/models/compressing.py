@@ -31,7 +31,7 @@ from moesaic.models.checkpoint import INDEX, SINGLE, Progress
 from moesaic.models.files import INDEX_BYTES, read_json
 from moesaic.models.headers import COMPRESSED_ROWS, Headers
 from moesaic.models.hub import PATTERNS
-from moesaic.models.registry import expert_layout, quantised_type, read_spec
+from moesaic.models.registry import expert_layout, is_quantised, read_spec
 
 PIECE = 2**21
 """Bytes that a thread compresses at once, or one row if that is larger. It uses about ten times as much."""
@@ -190,7 +190,7 @@ def _layout(path: Path, config: dict[str, Any]) -> ExpertLayout:
     quantization = config.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         raise CheckpointError(f"{path}: the experts of this model are compressed already")
-    if quantised_type(config) is not None:
+    if is_quantised(config):
         raise CheckpointError(
             f"{path}: this model is quantised; allowed: experts in bf16. The compressed form takes 12 bits a "
             "number, more than quantised experts do, so they would only grow"

@@ -14,12 +14,12 @@ import torch
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ROWS, TRANSPOSED_FORMS, ExpertLayout
-from moesaic.core.weight_types import is_packed
+from moesaic.core.weight_types import is_packed, join_dtypes
 from moesaic.models.checkpoint import Claims
 from moesaic.models.gguf.scheme import Gguf
 from moesaic.models.headers import BYTES, COMPRESSED_ROWS, Headers
 from moesaic.models.quantization.parse import parse
-from moesaic.models.quantization.scheme import FLOATS, Kinds
+from moesaic.models.quantization.scheme import FLOATS, Kinds, Matrix
 from moesaic.models.quantization.scheme import scratch_of as scratch_of
 
 DECOMPRESSED = "decompressed"
@@ -90,22 +90,40 @@ def read_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> int | Non
     None: it is not quantised, the model is a GGUF file, whose header says it, or its matrices do not have
     groups of the size that the config says.
     """
-    scheme, tensor_bytes = parse(raw), dict[str, int]()
-    if scheme is None or isinstance(scheme, Gguf):
+    try:
+        matrices, tensor_bytes = _find_by_config(raw, hidden, width), dict[str, int]()
+    except CheckpointError:
         return None
+    for part in (part for matrix in matrices for part in matrix.parts):
+        expert_shape = part.shape[1:] if part.index and isinstance(part.index[0], int) else part.shape
+        size = 2 if part.dtypes == FLOATS else BYTES[part.dtypes[0]]
+        tensor_bytes[part.tensor] = size * math.prod(expert_shape)
+    return sum(tensor_bytes.values()) or None
+
+
+def type_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> str | None:
+    """Type of quantised experts in memory, by a parsed config.json alone. None: as of `read_by_config`.
+
+    Raises CheckpointError for groups that do not fit, and a quantization_config that is not understood.
+    """
+    matrices = _find_by_config(raw, hidden, width)
+    return join_dtypes(matrices[0].dtype, matrices[-1].dtype) if matrices else None
+
+
+def _find_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> list[Matrix]:
+    """The matrices of an expert, as a config.json describes them; empty if it does not."""
+    scheme = parse(raw)
+    if scheme is None or isinstance(scheme, Gguf):
+        return []
+    shapes = (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width))
     for kind in ("F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
-        for word, rows, columns in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
-            try:
-                matrix = scheme.find(f"experts.0.{word}_proj", rows, columns, _kinds(kind))
-            except CheckpointError:
-                return None
-            for part in () if matrix is None else matrix.parts:
-                expert_shape = part.shape[1:] if part.index and isinstance(part.index[0], int) else part.shape
-                size = 2 if part.dtypes == FLOATS else BYTES[part.dtypes[0]]
-                tensor_bytes[part.tensor] = size * math.prod(expert_shape)
-        if tensor_bytes:
-            return sum(tensor_bytes.values())
-    return None
+        matrices = [
+            scheme.find(f"experts.0.{word}_proj", rows, columns, _kinds(kind))
+            for word, rows, columns in shapes
+        ]
+        if any(matrices):
+            return [matrix for matrix in matrices if matrix is not None]
+    return []
 
 
 def _kinds(kind: str) -> Kinds:

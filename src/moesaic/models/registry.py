@@ -245,13 +245,12 @@ def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
     return COMPRESSED_DTYPE if number is torch.uint8 else str(number).removeprefix("torch.")
 
 
-def quantised_type(raw: dict[str, Any]) -> str | None:
-    """Type of quantised experts in memory, by a parsed config.json alone. None: they are not quantised.
+def is_quantised(raw: dict[str, Any]) -> bool:
+    """Whether a parsed config.json says that matrices are quantised.
 
     Raises CheckpointError for a quantization_config that is not understood.
     """
-    scheme = quantization.parse(raw)
-    return None if scheme is None else scheme.dtype
+    return quantization.parse(raw) is not None
 
 
 def type_in_memory(file_type: str, device: str, kernels: Kernels) -> str:

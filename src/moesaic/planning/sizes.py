@@ -12,6 +12,7 @@ from moesaic.core.weight_types import (
     BLOCK,
     BLOCK_TYPES,
     COMPRESSED_DTYPE,
+    GROUP_TYPES,
     NUMBER_BYTES,
     is_quantized,
     row_bytes,
@@ -22,6 +23,7 @@ from moesaic.cost.sizes import Latent, ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
 from moesaic.models.conversion import DECOMPRESSED, conversion_of, read_by_config, scratch_of
+from moesaic.models.conversion import type_by_config as type_by_config
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
 ROW_BYTES = 4.0
@@ -44,10 +46,10 @@ def read_config_sizes(raw: Mapping[str, Any], name: str) -> ModelSizes:
 
     Raises CheckpointError for what `cost.reading.read` refuses, and for an unknown quantisation.
     """
-    expert_type = registry.quantised_type(dict(raw))
-    if expert_type is None:
+    if not registry.is_quantised(dict(raw)):
         return read(raw, name)
-    return convert_sizes(read(without_quantization(raw), name), expert_type, raw)
+    sizes = read(without_quantization(raw), name)
+    return convert_sizes(sizes, type_by_config(raw, sizes.hidden, sizes.expert_width) or "float32", raw)
 
 
 def convert_sizes(model: ModelSizes, expert_type: str, raw: Mapping[str, Any]) -> ModelSizes:
@@ -76,7 +78,7 @@ def read_checkpoint_sizes(
     """
     raw = files.read_config(path)
     model = read_config_sizes(raw, name)
-    is_quantized = registry.quantised_type(raw) is not None
+    is_quantized = registry.is_quantised(raw)
     if not (is_quantized or model.has_compressed_experts) and raw.get("model_type") not in IN_COLUMNS:
         return model if dtype == "auto" else model.with_number(float(NUMBER_BYTES[dtype]))
     layout = registry.expert_layout(path, kernels, device, dtype)
@@ -137,7 +139,7 @@ def _number(model: ModelSizes, name: str) -> float:
     Files in MXFP4 have everything beside the experts in bf16.
     """
     kind, plain = split_dtype(name)[0], float(NUMBER_BYTES["bfloat16"])
-    if not is_quantized(kind) or name == "mxfp4":
+    if not is_quantized(kind) or kind == "mxfp4_e8m0":
         return float(NUMBER_BYTES.get(name, plain))
     attention, num_float32 = model.attention, model.gates
     if isinstance(attention, Latent):
@@ -145,7 +147,7 @@ def _number(model: ModelSizes, name: str) -> float:
             model.layers * attention.heads * (attention.nope_width + attention.value) * attention.rank
         )
     quantized_number = row_bytes(kind, BLOCK) / BLOCK
-    plain = quantized_number if kind in BLOCK_TYPES else plain
+    plain = quantized_number if kind in BLOCK_TYPES and kind not in GROUP_TYPES else plain
     quantized_bytes = quantized_number * (model.other_parameters - num_float32 - model.embeddings)
     return (
         quantized_bytes + NUMBER_BYTES["float32"] * num_float32 + plain * model.embeddings

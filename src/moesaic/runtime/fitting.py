@@ -105,7 +105,7 @@ def measure_need(config: WorkerConfig, cluster: ClusterConfig, spec: ModelSpec) 
     if uses_mtp(config) and experts:
         experts += experts // len(spec.moe_layers)
     private_attention, private_experts = claims.bytes, experts
-    if config.model.mmap and registry.quantised_type(files.read_config(path)) is not None:
+    if config.model.mmap and registry.is_quantised(files.read_config(path)):
         private_attention -= claims.mapped_bytes
         private_experts = 0 if layout is None or _maps_experts(path, layout) else experts
     elif config.model.mmap and _is_mapped(path, kernels, config.model.dtype):

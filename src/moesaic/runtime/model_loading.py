@@ -82,14 +82,15 @@ def load_model(
 
 
 def _warn_of_conversion(path: Path, kernels: table.Kernels, device: str) -> None:
-    """Says in one line that the weights of a GGUF file are converted, if the kernels do not read them."""
-    if not files.is_gguf(path):
+    """Says in one line that weights in blocks are converted, if the kernels do not read them."""
+    raw_config = files.read_config(path)
+    if not registry.is_quantised(raw_config):
         return
-    file_type = registry.stored_type(files.read_config(path), path, Claims(path))
+    file_type = registry.stored_type(raw_config, path, Claims(path))
     type_in_memory = registry.type_in_memory(file_type, device, kernels)
     if any(name in BLOCK_TYPES for name in split_dtype(file_type)) and type_in_memory != file_type:
         LOG.warning(
-            "%s kernels read no blocks of GGUF files: %s is converted to %s, in memory of this process",
+            "%s kernels read no weights in blocks: %s is converted to %s, in memory of this process",
             kernels.name,
             file_type,
             type_in_memory,

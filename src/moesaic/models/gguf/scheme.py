@@ -43,7 +43,6 @@ class Gguf:
     """Key heads and value heads of linear attention, and the width of a value head."""
     has_tiled_heads: bool = False
     """Whether the file has first one value head of each key head, then the next of each."""
-    dtype = "float32"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         kind = kinds(f"{name}.weight")

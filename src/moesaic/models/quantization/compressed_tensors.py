@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
 from moesaic.core.weight_types import QUANTIZATIONS
+from moesaic.kernels.blocks import pack_groups
 from moesaic.models.config import Fields, shorten
 from moesaic.models.quantization.fp8 import Fp8, block_of
 from moesaic.models.quantization.scheme import (
@@ -23,10 +25,13 @@ from moesaic.models.quantization.scheme import (
     Matrix,
     Part,
     Scheme,
+    choose_group_type,
     groups_of,
     unpack,
 )
 
+MIDDLE = 8
+"""The code of 4 bits that stands for zero in symmetric groups."""
 SIGN = np.uint8(0x80)
 """The bit that turns codes of int8 to those of uint8, 128 higher."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -45,13 +50,14 @@ class PackedIntegers:
     matrices become float32."""
 
     @property
-    def dtype(self) -> str:
-        return (f"int{self.bits}" + ("" if self.symmetric else "_offset")) if self.in_order else "float32"
+    def _wide_dtype(self) -> str:
+        """The type where no block fits."""
+        return f"int{self.bits}" + ("" if self.symmetric else "_offset")
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight_packed") is None:
             return None
-        unit = QUANTIZATIONS[self.dtype].group if self.in_order else 1
+        unit = QUANTIZATIONS[self._wide_dtype].group if self.in_order else 1
         groups = groups_of(name, columns, self.group, unit)
         per_word = 32 // self.bits
         parts = [
@@ -64,9 +70,16 @@ class PackedIntegers:
         if not self.in_order:
             parts.append(Part(f"{name}.weight_g_idx", ("I32",), (columns,)))
             return Matrix(
-                name, rows, columns, self.dtype, tuple(parts), partial(self._make_ordered, rows, columns)
+                name, rows, columns, "float32", tuple(parts), partial(self._make_ordered, rows, columns)
             )
-        return Matrix(name, rows, columns, self.dtype, tuple(parts), partial(self._make, rows, columns))
+        dtype = None
+        if self.bits == 4 or self.symmetric:  # blocks have no room for zero points of eight bits
+            dtype = choose_group_type(self.bits, self.group, columns, kinds, f"{name}.weight_scale")
+        if dtype is None:
+            make: Callable[..., CodedMatrix | Bytes] = partial(self._make, rows, columns)
+        else:
+            make = partial(self._make_blocks, dtype, rows, columns)
+        return Matrix(name, rows, columns, dtype or self._wide_dtype, tuple(parts), make)
 
     def _make_ordered(
         self,
@@ -82,11 +95,10 @@ class PackedIntegers:
         wrong = group_of[(group_of < 0) | (group_of >= scales.shape[1])]
         if len(wrong):
             raise CheckpointError(f"weight_g_idx: got {wrong[0]}; allowed: 0 to {scales.shape[1] - 1}")
-        if shape.tolist() != [rows, columns]:
-            raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
+        _check_shape(shape, rows, columns)
         zero = np.full_like(scales, 1 << (self.bits - 1))
         if len(extra_arrays) > 1:
-            zero = unpack(np.ascontiguousarray(extra_arrays[0].T), self.bits, rows).T.astype(np.float32)
+            zero = self._unpack_zeros(extra_arrays[0], rows).astype(np.float32)
         codes = unpack(words, self.bits, columns)
         numbers: Floats = (codes - zero[:, group_of]) * scales[:, group_of]
         return numbers
@@ -100,14 +112,37 @@ class PackedIntegers:
         shape: npt.NDArray[np.int64],
         zeros: npt.NDArray[np.int32] | None = None,
     ) -> CodedMatrix:
-        if shape.tolist() != [rows, columns]:
-            raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
+        _check_shape(shape, rows, columns)
         codes = unpack(words, self.bits, columns)
         if zeros is None:
             return CodedMatrix(codes if self.bits == 4 else codes ^ SIGN, scales)
-        # Zero points are packed along the rows, not along the columns as codes are.
-        zero = unpack(np.ascontiguousarray(zeros.T), self.bits, rows).T.astype(np.float32)
-        return CodedMatrix(codes, scales, -(scales * zero))
+        return CodedMatrix(codes, scales, -(scales * self._unpack_zeros(zeros, rows).astype(np.float32)))
+
+    def _make_blocks(
+        self,
+        dtype: str,
+        rows: int,
+        columns: int,
+        words: npt.NDArray[np.int32],
+        scales: Floats,
+        shape: npt.NDArray[np.int64],
+        zeros: npt.NDArray[np.int32] | None = None,
+    ) -> Bytes:
+        _check_shape(shape, rows, columns)
+        packed_codes: Bytes = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
+        if self.bits == 8:
+            return pack_groups(dtype, packed_codes ^ SIGN, scales)
+        zero_points = MIDDLE if zeros is None else self._unpack_zeros(zeros, rows)
+        return pack_groups(dtype, packed_codes, scales, zero_points)
+
+    def _unpack_zeros(self, zeros: npt.NDArray[np.int32], rows: int) -> Bytes:
+        """[rows, groups]. Zero points are packed along the rows, not along the columns as codes are."""
+        return unpack(np.ascontiguousarray(zeros.T), self.bits, rows).T
+
+
+def _check_shape(shape: npt.NDArray[np.int64], rows: int, columns: int) -> None:
+    if shape.tolist() != [rows, columns]:
+        raise CheckpointError(f"weight_shape: got {shape.tolist()}; allowed: {[rows, columns]}")
 
 
 @dataclass(frozen=True)
@@ -117,21 +152,24 @@ class PlainIntegers:
     group: int
     symmetric: bool
 
-    @property
-    def dtype(self) -> str:
-        return "int8" if self.symmetric else "int8_offset"
-
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight") != "I8":
             return None
-        groups = groups_of(name, columns, self.group, QUANTIZATIONS[self.dtype].group)
+        groups = groups_of(name, columns, self.group, QUANTIZATIONS["int8"].group)
         parts = [
             Part(f"{name}.weight", ("I8",), (rows, columns)),
             Part(f"{name}.weight_scale", FLOATS, (rows, groups)),
         ]
         if not self.symmetric:
             parts.append(Part(f"{name}.weight_zero_point", ("I8",), (rows, groups)))
-        return Matrix(name, rows, columns, self.dtype, tuple(parts), self._make)
+            return Matrix(name, rows, columns, "int8_offset", tuple(parts), self._make)
+        dtype = choose_group_type(8, self.group, columns, kinds, f"{name}.weight_scale")
+        if dtype is None:
+            return Matrix(name, rows, columns, "int8", tuple(parts), self._make)
+        return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._make_blocks, dtype))
+
+    def _make_blocks(self, dtype: str, codes: npt.NDArray[np.int8], scales: Floats) -> Bytes:
+        return pack_groups(dtype, np.ascontiguousarray(codes).view(np.uint8), scales)
 
     def _make(
         self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None
@@ -147,10 +185,6 @@ class Groups:
     """Several schemes in one checkpoint. The tensors of a matrix say which one it has."""
 
     schemes: tuple[Scheme, ...]
-
-    @property
-    def dtype(self) -> str:
-        return self.schemes[0].dtype
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         matrices = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)

@@ -23,7 +23,6 @@ class Fp8:
     """Rows and columns of a block; None: scales of rows or matrices."""
     powers: bool = False
     """Whether the config says that scales are powers of two. Then bf16 holds every number."""
-    dtype = "fp8"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight") != "F8_E4M3":
@@ -35,7 +34,7 @@ class Fp8:
         if self.block is not None:
             shapes = ((-(-rows // self.block[0]), -(-columns // self.block[1])),)
         scales = Part(f"{name}.{suffix}", FLOATS, shapes[0], shapes=shapes[1:])
-        return Matrix(name, rows, columns, self.dtype, (codes, scales), self._make, in_bf16=self.powers)
+        return Matrix(name, rows, columns, "fp8", (codes, scales), self._make, in_bf16=self.powers)
 
     def _make(self, codes: Bytes, scales: Floats) -> CodedMatrix:
         if self.block is None:

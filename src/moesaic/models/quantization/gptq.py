@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
+from moesaic.kernels.blocks import pack_groups
 from moesaic.models.config import Fields
 from moesaic.models.quantization.scheme import (
     BAND,
@@ -19,11 +20,14 @@ from moesaic.models.quantization.scheme import (
     Kinds,
     Matrix,
     Part,
+    choose_group_type,
     groups_of,
     unpack,
 )
 
 Words = npt.NDArray[np.int32]
+SIGN = np.uint8(0x80)
+"""The zero point of symmetric codes of eight bits, and the bit that turns these to int8."""
 UNIT = 32
 """Groups must be multiples of this many columns: those of the types that they are converted to."""
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
@@ -43,10 +47,8 @@ class Gptq:
     """What is added to stored zero points: 1 in the first version of the format, 0 in the second."""
     act_order: bool
     """Whether `g_idx` gives each column any group. Such matrices become float32."""
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self.act_order else f"int{self.bits}_offset"
+    symmetric: bool = False
+    """Whether every zero point is the middle of the codes."""
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.qweight") is None:
@@ -60,28 +62,54 @@ class Gptq:
         ]
         if self.act_order or kinds(f"{name}.g_idx") is not None:
             parts.append(Part(f"{name}.g_idx", ("I32",), (columns,)))
-        make = self._any_order if self.act_order else self._in_order
-        return Matrix(name, rows, columns, self.dtype, tuple(parts), partial(make, columns))
+        if self.act_order:
+            return Matrix(name, rows, columns, "float32", tuple(parts), partial(self._any_order, columns))
+        dtype = None
+        if self.bits == 4 or self.symmetric:
+            dtype = choose_group_type(self.bits, self.group, columns, kinds, f"{name}.scales")
+        if dtype is None:
+            dtype = f"int{self.bits}_offset"
+            return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._in_order, columns))
+        return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._in_blocks, dtype, columns))
+
+    def _read_zeros(self, zeros: Words, rows: int) -> Bytes:
+        """Zero points [rows, groups]."""
+        stored_zeros = unpack(zeros, self.bits, rows)
+        mask = np.uint8((1 << self.bits) - 1)
+        return np.ascontiguousarray(((stored_zeros + np.uint8(self.zero_point_offset)) & mask).T)
 
     def _parts(
         self, columns: int, words: Words, zeros: Words, scales: Floats
     ) -> tuple[Bytes, Floats, Floats]:
         """Codes [rows, columns], zero points [rows, groups], scales [rows, groups]."""
-        rows = scales.shape[1]
         codes = unpack(np.ascontiguousarray(words.T), self.bits, columns)
-        zero = (unpack(zeros, self.bits, rows).astype(np.int32) + self.zero_point_offset) & (
-            (1 << self.bits) - 1
-        )
-        return codes, zero.T.astype(np.float32), np.ascontiguousarray(scales.T)
+        zero_points = self._read_zeros(zeros, scales.shape[1])
+        return codes, zero_points.astype(np.float32), np.ascontiguousarray(scales.T)
+
+    def _in_blocks(
+        self,
+        dtype: str,
+        columns: int,
+        words: Words,
+        zeros: Words,
+        scales: Floats,
+        group_of: Words | None = None,
+    ) -> Bytes:
+        _check_order(columns, len(scales), group_of)
+        zero_points = self._read_zeros(zeros, scales.shape[1])
+        packed_codes = np.ascontiguousarray(words.T).view(np.uint8)
+        if self.bits == 4:
+            return _pack_int4(dtype, packed_codes, scales, zero_points)
+        wrong = zero_points[zero_points != SIGN]
+        if len(wrong):
+            raise CheckpointError(f"qzeros: got a zero point of {wrong[0]}; allowed with sym: {SIGN}")
+        return pack_groups(dtype, packed_codes ^ SIGN, np.ascontiguousarray(scales.T))
 
     def _in_order(
         self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words | None = None
     ) -> CodedMatrix:
+        _check_order(columns, len(scales), group_of)
         codes, zero, scale = self._parts(columns, words, zeros, scales)
-        if group_of is not None:
-            size = -(-columns // scale.shape[1])
-            if not np.array_equal(group_of, np.arange(columns) // size):
-                raise CheckpointError("g_idx: columns in another order; allowed: only with desc_act")
         return CodedMatrix(codes, scale, -(scale * zero))
 
     def _any_order(self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words) -> Floats:
@@ -98,12 +126,17 @@ class Gptq:
         return numbers
 
 
+def _check_order(columns: int, groups: int, group_of: Words | None) -> None:
+    """Raises CheckpointError unless groups are columns side by side. group_of: the group of each column."""
+    if group_of is not None and not np.array_equal(group_of, np.arange(columns) // -(-columns // groups)):
+        raise CheckpointError("g_idx: columns in another order; allowed: only with desc_act")
+
+
 @dataclass(frozen=True)
 class Awq:
     """`qweight` [columns, rows / 8], `qzeros` [groups, rows / 8], `scales` [groups, rows]."""
 
     group: int
-    dtype = "int4_offset"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.qweight") is None:
@@ -114,9 +147,17 @@ class Awq:
             Part(f"{name}.qzeros", ("I32",), (groups, -(-rows // 8))),
             Part(f"{name}.scales", FLOATS, (groups, rows)),
         )
-        return Matrix(name, rows, columns, self.dtype, parts, self._make)
+        dtype = choose_group_type(4, self.group, columns, kinds, f"{name}.scales")
+        if dtype is None:
+            return Matrix(name, rows, columns, "int4_offset", parts, self._code)
+        return Matrix(name, rows, columns, dtype, parts, partial(self._in_blocks, dtype))
 
-    def _make(self, words: Words, zeros: Words, scales: Floats) -> CodedMatrix:
+    def _in_blocks(self, dtype: str, words: Words, zeros: Words, scales: Floats) -> Bytes:
+        rows = scales.shape[1]
+        zero_points = np.ascontiguousarray(self._codes(zeros, rows).T)
+        return _pack_int4(dtype, _pair_columns(words, rows), scales, zero_points)
+
+    def _code(self, words: Words, zeros: Words, scales: Floats) -> CodedMatrix:
         rows = scales.shape[1]
         zero, scale = self._codes(zeros, rows).T.astype(np.float32), np.ascontiguousarray(scales.T)
         codes = np.ascontiguousarray(self._codes(words, rows).T)
@@ -127,6 +168,35 @@ class Awq:
         file_order = unpack(words, 4, words.shape[1] * 8).reshape(len(words), -1, 8)
         codes: Bytes = file_order[:, :, AWQ_ORDER].reshape(len(words), -1)[:, :rows]
         return codes
+
+
+def _pack_int4(dtype: str, packed_codes: Bytes, scales: Floats, zero_points: Bytes) -> Bytes:
+    """The rows of a type "int4_g...". scales: [groups, rows].
+
+    Programs multiply codes and zero points by the scale before they subtract, so that 0 has a positive sign.
+    It would not have it with a negative scale, as auto-round has some. So those change their sign, and codes
+    and zero points become 15 less themselves.
+    """
+    row_scales = np.ascontiguousarray(scales.T)
+    if (is_negative := np.signbit(row_scales)).any():
+        every_bit = is_negative * np.uint8(0xFF)
+        packed_codes = packed_codes ^ every_bit.repeat(packed_codes.shape[1] // scales.shape[0], axis=1)
+        zero_points, row_scales = zero_points ^ every_bit & np.uint8(15), np.abs(row_scales)
+    return pack_groups(dtype, packed_codes, row_scales, zero_points)
+
+
+def _pair_columns(words: Words, rows: int) -> Bytes:
+    """AWQ's words [columns, rows / 8] as codes [rows, columns / 2], two a byte."""
+    halves = np.ascontiguousarray(words, dtype="<i4").view(np.uint32).reshape(len(words) // 2, 2, -1)
+    even, odd, low = halves[:, 0], halves[:, 1], np.uint32(0x0F0F0F0F)
+    # Byte i of the first has the codes at 2 i of both columns, of the second those at 2 i + 1.
+    low_codes = (even & low) | (odd & low) << np.uint32(4)
+    high_codes = (even >> np.uint32(4) & low) | (odd & ~low)
+    pairs = np.empty((8, words.shape[1], len(even)), dtype=np.uint8)
+    for place, code in enumerate(AWQ_ORDER):
+        of_code = (high_codes if code % 2 else low_codes).view(np.uint8)[:, code // 2 :: 4]
+        pairs[place] = of_code.T
+    return np.ascontiguousarray(pairs.transpose(1, 0, 2)).reshape(8 * words.shape[1], -1)[:rows]
 
 
 def _group(fields: Fields, name: str) -> int:
@@ -147,14 +217,14 @@ def _bits(fields: Fields) -> int:
 def parse_gptq(fields: Fields) -> Gptq:
     """Reads quantization_config with quant_method "gptq"."""
     bits, group = _bits(fields), _group(fields, "group_size")
-    act_order = fields.flag("desc_act", False)
+    act_order, symmetric = fields.flag("desc_act", False), fields.flag("sym", False)
     fields.require_value("checkpoint_format", "gptq", "gptq_v2", None)
     zero_point_offset = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
     fields.require_value("lm_head", False)
     for name in fields.names:
-        fields.ignore(name)  # how it was made: dataset, damp_percent, sym, static_groups and others
+        fields.ignore(name)  # how it was made: dataset, damp_percent, static_groups and others
     fields.refuse_unread()
-    return Gptq(bits, group, zero_point_offset, act_order)
+    return Gptq(bits, group, zero_point_offset, act_order, symmetric)
 
 
 def parse_awq(fields: Fields) -> Awq:

@@ -9,7 +9,7 @@ import numpy as np
 
 from moesaic.core.errors import CheckpointError
 from moesaic.models.config import Fields
-from moesaic.models.quantization.scheme import Bytes, CodedMatrix, Kinds, Matrix, Part
+from moesaic.models.quantization.scheme import Bytes, Kinds, Matrix, Part
 
 EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj)")
 WHERE = {
@@ -18,8 +18,6 @@ WHERE = {
     "down_proj": ("down_proj", slice(None), 1),
 }
 """Word of a matrix -> its tensor, its rows among those of its expert, and how many matrices share these."""
-NAN = 255
-"""The exponent that stands for NaN."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,6 @@ class Mxfp4:
 
     Rows of gate and up take turns. The low half of a byte is the even number.
     """
-
-    dtype = "mxfp4"
 
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         match = EXPERT.fullmatch(name)
@@ -46,14 +42,18 @@ class Mxfp4:
             Part(f"{prefix}.{tensor}_blocks", ("U8",), (*shape, 16), index),
             Part(f"{prefix}.{tensor}_scales", ("U8",), shape, index),
         )
-        return Matrix(name, rows, columns, self.dtype, parts, _make)
+        return Matrix(name, rows, columns, "mxfp4_e8m0", parts, _make)
 
 
-def _make(blocks: Bytes, exponents: Bytes) -> CodedMatrix:
-    codes = np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(len(blocks), -1)
-    number = exponents != NAN
-    powers = np.ldexp(np.float32(1), np.where(number, exponents, 127).astype(np.int32) - 127)
-    return CodedMatrix(codes, np.where(number, powers, np.float32(np.nan)))
+def _make(packed_codes: Bytes, exponents: Bytes) -> Bytes:
+    """The blocks. packed_codes: [rows, groups, 16] with the even number of two in a byte's low half, where
+    blocks have the first 16 numbers of a group. exponents: [rows, groups]."""
+    even, odd = packed_codes & np.uint8(15), packed_codes >> np.uint8(4)
+    blocks = np.empty((*exponents.shape, 17), dtype=np.uint8)
+    blocks[:, :, 0] = exponents
+    blocks[:, :, 1::2] = even[:, :, :8] | even[:, :, 8:] << np.uint8(4)
+    blocks[:, :, 2::2] = odd[:, :, :8] | odd[:, :, 8:] << np.uint8(4)
+    return blocks.reshape(len(blocks), -1)
 
 
 def parse(fields: Fields) -> Mxfp4:

@@ -5,6 +5,7 @@ Only numpy is used, since expert servers do not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ FLOATS = ("F32", "BF16", "F16")
 """Types of scales, as safetensors calls them. Readers return float32 for them."""
 BAND = 128
 """Rows that are looked through at a time, so that little memory is taken."""
+GROUP_SIZES = (128, 64, 32)
+"""Numbers of a block of a type "int4_g..." or "int8_g...", the largest first."""
 Kinds = Callable[[str], str | None]
 """Name of a tensor -> its type in the checkpoint, None if there is no such tensor."""
 
@@ -125,6 +128,8 @@ class Matrix:
         dtype, content = dtype or self.dtype, self._decode([read(part) for part in self.parts])
         if self.dtype in BLOCK_TYPES and dtype == self.dtype:
             assert not isinstance(content, CodedMatrix)
+            if not self.is_stored:
+                self.check_blocks(content)
             return _put(self._part_of_blocks(content, part), output)
         matrix = self._code(content, dtype)
         if not isinstance(matrix, CodedMatrix):
@@ -177,7 +182,7 @@ class Matrix:
         self.check_blocks(content)
         if dtype == "float32":
             return blocks.dequantize(self.dtype, content)
-        return CodedMatrix(*blocks.decode_rows(self.dtype, content))
+        return CodedMatrix(*blocks.decode_conversion(self.dtype, content))
 
     def _part_of_blocks(self, stored_rows: Bytes, part: tuple[slice, ...]) -> Bytes:
         """The bytes of a part of a matrix in blocks."""
@@ -271,11 +276,6 @@ _KINDS: dict[str, Any] = {
 class Scheme(Protocol):
     """How a program stores quantised matrices."""
 
-    @property
-    def dtype(self) -> str:
-        """The type in which its matrices are stored; that of the first kind if there are several."""
-        ...
-
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         """The matrix `name` [rows, columns], such as "model.layers.0.mlp.up_proj".
 
@@ -298,6 +298,19 @@ def groups_of(name: str, columns: int, size: int, unit: int) -> int:
             f"divides {columns}"
         )
     return columns // size
+
+
+def choose_group_type(bits: int, size: int, columns: int, kinds: Kinds, scales: str) -> str | None:
+    """The type of BLOCK_TYPES for integers whose groups have a zero point and a scale of 16 bits.
+
+    None: none has groups that fit, or scales are not of 16 bits. size: numbers of a group; -1: a row is one.
+    scales: the name of their tensor.
+    """
+    if kinds(scales) == "F32":
+        return None
+    numbers = columns if size == -1 else math.gcd(size, columns)
+    types = (f"int{bits}_g{group}" for group in GROUP_SIZES if numbers % group == 0)
+    return next((dtype for dtype in types if dtype in BLOCK_TYPES), None)
 
 
 def unpack(words: npt.NDArray[np.int32], bits: int, count: int) -> Bytes:

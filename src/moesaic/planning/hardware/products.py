@@ -20,6 +20,7 @@ import torch
 from moesaic.core.weight_types import (
     BLOCK_TYPES,
     COMPRESSED_DTYPE,
+    GROUP_TYPES,
     QUANTIZATIONS,
     is_packed,
     row_bytes,
@@ -281,13 +282,15 @@ def _quantize_random(kind: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _random_blocks(kind: str, shape: tuple[int, int]) -> torch.Tensor:
-    """A matrix of random codes in blocks of ggml, with small scales."""
+    """A matrix of random codes in blocks, with small scales."""
     rows, columns = shape
     stored_rows = torch.randint(256, (rows, row_bytes(kind, columns)), dtype=torch.uint8)
     blocks = stored_rows.view(-1, BLOCK_TYPES[kind].size)
     if kind not in SCALES:  # an exponent of one byte, with 127 for 1
         blocks[:, 0] = 122
         return stored_rows
+    if kind in GROUP_TYPES:  # a zero point of 8, and a scale in float16
+        blocks[:, 0] = 8
     scales = random((len(blocks), len(SCALES[kind])), torch.float32, "cpu").half().view(torch.uint8)
     for index, offset in enumerate(SCALES[kind]):
         blocks[:, offset : offset + 2] = scales[:, 2 * index : 2 * index + 2]

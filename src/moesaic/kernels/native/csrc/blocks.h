@@ -1,4 +1,5 @@
-// Weights in ggml's blocks, as GGUF files have them. kernels/blocks.py reads the same, and says what a code means.
+// Weights in blocks: ggml's, as GGUF files have them, and those that groups of GPTQ, AWQ and compressed-tensors are brought
+// into. kernels/blocks.py reads the same, and says what a code means.
 //
 // A type says where the scales of its blocks are, and how a block becomes codes of four or eight bits with a scale for each
 // group, and an offset in some types. `unpack` brings a stretch of a row into the layout of `As` (quantized.h), the type that
@@ -106,6 +107,16 @@ MOESAIC_INLINE Sixteen sixteens(const uint8_t* bits) {
     for (int i = 0; i < 16; i++) bytes[i] = bits[i / 8];
 #endif
     return Sixteen((bytes & kBit) == kBit) & 16;
+}
+
+// A byte of `even`, then one of `odd`, and so on.
+MOESAIC_INLINE void put_in_turn(Sixteen even, Sixteen odd, uint8_t* out) {
+#if defined(__AVX2__)
+    put_codes(out, Sixteen(_mm_unpacklo_epi8(__m128i(even), __m128i(odd))));
+    put_codes(out + 16, Sixteen(_mm_unpackhi_epi8(__m128i(even), __m128i(odd))));
+#else
+    for (int i = 0; i < 16; i++) out[2 * i] = even[i], out[2 * i + 1] = odd[i];
+#endif
 }
 
 struct Q8_0 : Blocks<Int8, 32, 34> {
@@ -293,9 +304,45 @@ struct Iq4Xs : Blocks<Int8, 256, 136> {
     }
 };
 
+// A group of integers with a scale of 16 bits. The highest bit of the first byte says that the scale is bf16, not float16.
+template <int64_t kNumbersOf, int64_t kBytesOf>
+struct IntegerGroup : Blocks<Int8, kNumbersOf, kBytesOf> {
+    static constexpr int64_t kHead = 3;
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) {
+        float half = half_at(block + 1), number;
+        uint32_t bits = uint32_t(block[1] | block[2] << 8) << 16;
+        std::memcpy(&number, &bits, 4);
+        return block[0] & 0x80 ? number : half;
+    }
+    static MOESAIC_INLINE void put_scales(const uint8_t*, float scale, float, float* scales, float*) {
+        MOESAIC_UNROLL for (int64_t i = 0; i < kNumbersOf / Int8::kGroup; i++) scales[i] = scale;
+    }
+};
+
+// Codes of four bits: the low half of a byte is the even number. The low half of the first byte is the zero point.
+template <int64_t kNumbersOf>
+struct Int4Group : IntegerGroup<kNumbersOf, 3 + kNumbersOf / 2> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        uint8_t zero = block[0] & 15;
+        MOESAIC_UNROLL for (int64_t i = 0; i < kNumbersOf / 2; i += 16, codes += 32) {
+            Sixteen both = codes_at<Sixteen>(block + 3 + i);
+            put_in_turn((both & 15) - zero, (both >> 4) - zero, codes);
+        }
+    }
+};
+using Int4By128 = Int4Group<128>;
+using Int4By64 = Int4Group<64>;
+using Int4By32 = Int4Group<32>;
+
+struct Int8By128 : IntegerGroup<128, 131> {
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        MOESAIC_UNROLL for (int64_t i = 0; i < 128; i += 32) put_codes(codes + i, codes_at<Thirty2>(block + kHead + i));
+    }
+};
+
 #define MOESAIC_BLOCKS(use)                                                                                           \
     use(Q8_0) use(Q4_0) use(Q4_1) use(Q5_0) use(Q5_1) use(Q2_K) use(Q3_K) use(Q4_K) use(Q5_K) use(Q6_K) use(Iq4Nl)    \
-    use(Iq4Xs) use(Mxfp4Blocks)
+    use(Iq4Xs) use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128)
 
 #define MOESAIC_IS_BLOCKS(T)               \
     template <>                            \
