@@ -43,9 +43,8 @@ def run(options: Verify, as_json: bool) -> int:
     seconds = time.monotonic() - start
     raw = files.read_config(path)
     is_mxfp4 = raw.get("quantization_config", {}).get("quant_method") == "mxfp4"
-    dequantized_by = None
-    if registry.is_quantised(raw):
-        dequantized_by = options.against if is_mxfp4 else "moesaic"
+    dequantizer = options.against if is_mxfp4 else "moesaic"
+    dequantized_by = dequantizer if registry.is_quantised(raw) else None
     if as_json:
         record = _record(options, tokens, kernels.name, verdict, seconds)
         print(json.dumps(record | {"dequantised_by": dequantized_by}))

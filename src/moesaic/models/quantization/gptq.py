@@ -188,11 +188,11 @@ def _pack_int4(dtype: str, packed_codes: Bytes, scales: Floats, zero_points: Byt
 def _pair_columns(words: Words, rows: int) -> Bytes:
     """AWQ's words [columns, rows / 8] as codes [rows, columns / 2], two a byte."""
     halves = np.ascontiguousarray(words, dtype="<i4").view(np.uint32).reshape(len(words) // 2, 2, -1)
-    even, odd, low = halves[:, 0], halves[:, 1], np.uint32(0x0F0F0F0F)
+    even_columns, odd_columns, low = halves[:, 0], halves[:, 1], np.uint32(0x0F0F0F0F)
     # Byte i of the first has the codes at 2 i of both columns, of the second those at 2 i + 1.
-    low_codes = (even & low) | (odd & low) << np.uint32(4)
-    high_codes = (even >> np.uint32(4) & low) | (odd & ~low)
-    pairs = np.empty((8, words.shape[1], len(even)), dtype=np.uint8)
+    low_codes = (even_columns & low) | (odd_columns & low) << np.uint32(4)
+    high_codes = (even_columns >> np.uint32(4) & low) | (odd_columns & ~low)
+    pairs = np.empty((8, words.shape[1], len(even_columns)), dtype=np.uint8)
     for place, code in enumerate(AWQ_ORDER):
         of_code = (high_codes if code % 2 else low_codes).view(np.uint8)[:, code // 2 :: 4]
         pairs[place] = of_code.T

@@ -48,11 +48,11 @@ class Mxfp4:
 def _make(packed_codes: Bytes, exponents: Bytes) -> Bytes:
     """The blocks. packed_codes: [rows, groups, 16] with the even number of two in a byte's low half, where
     blocks have the first 16 numbers of a group. exponents: [rows, groups]."""
-    even, odd = packed_codes & np.uint8(15), packed_codes >> np.uint8(4)
+    even_codes, odd_codes = packed_codes & np.uint8(15), packed_codes >> np.uint8(4)
     blocks = np.empty((*exponents.shape, 17), dtype=np.uint8)
     blocks[:, :, 0] = exponents
-    blocks[:, :, 1::2] = even[:, :, :8] | even[:, :, 8:] << np.uint8(4)
-    blocks[:, :, 2::2] = odd[:, :, :8] | odd[:, :, 8:] << np.uint8(4)
+    blocks[:, :, 1::2] = even_codes[:, :, :8] | even_codes[:, :, 8:] << np.uint8(4)
+    blocks[:, :, 2::2] = odd_codes[:, :, :8] | odd_codes[:, :, 8:] << np.uint8(4)
     return blocks.reshape(len(blocks), -1)
 
 
