@@ -109,7 +109,7 @@ def write(raw: dict[str, Any], path: Path, sizes: Mapping[str, int] = SIZES) -> 
     known = {
         key: value for key, value in text.items() if key not in (*IDS, "auto_map", "quantization_config")
     }
-    if kind == "dbrx":  # transformers 5 does not read the angle where the makers' files and transformers 4 have it
+    if kind == "dbrx":  # transformers 5 does not read the angle in attn_config, as transformers 4 did
         theta = text["attn_config"]["rope_theta"]
         known["rope_parameters"] = {"rope_type": "default", "rope_theta": float(theta)}
     config_class = tiny_models.KINDS[kind][0]

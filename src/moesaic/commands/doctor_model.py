@@ -161,8 +161,8 @@ def _ask_loader(
         try_step(lambda: check_files(model, names))
         try_step(lambda: _check_weights(model, names, raw))
     elif source.config.name == "config.json":
-        beside = [file.name for file in source.config.parent.iterdir()]
-        try_step(lambda: _check_quantizer(model, beside, raw))
+        file_names = [file.name for file in source.config.parent.iterdir()]
+        try_step(lambda: _check_quantizer(model, file_names, raw))
     return spec, problems, []
 
 

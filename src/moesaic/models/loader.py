@@ -243,7 +243,7 @@ class Loader:
             *unify_dtypes([dequantize_weight(weight) for weight in (gate_proj, up_proj, down_proj)]),
         )
 
-    def biased_mlp(self, name: str, hidden: int, width: int) -> BiasedMLP:
+    def mlp_with_biases(self, name: str, hidden: int, width: int) -> BiasedMLP:
         """Returns the MLP under `name`, whose projections each have a bias."""
         return BiasedMLP(
             self.kernels,

@@ -237,7 +237,7 @@ def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
 
 def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | BiasedMLP | None:
     """Loads the dense MLP of a dense layer, or the shared experts of a sparse layer as one wide MLP."""
-    load = loader.biased_mlp if config.has_biases else loader.mlp
+    load = loader.mlp_with_biases if config.has_biases else loader.mlp
     if not sparse:
         return load(f"{name}.mlp", config.hidden_size, config.dense_width)
     if not config.shared_experts:
