@@ -183,11 +183,11 @@ def _list_problems(report: ModelReport) -> Iterator[str]:
 
 def _list_smaller(report: ModelReport) -> Iterator[str]:
     """Says in which type of experts the model would fit in memory, if there is one."""
-    better = next((fit for fit in report.fits if fit.can_serve and fit.format.name in VERSIONS), None)
-    if better is not None:
-        name = better.format.name
-        how = f" (moesaic quantize --format {name})" if name in ("int8", "int4") else ""
-        yield f"with its experts in {name} it would fit: take such a version{how}"
+    smaller = next((fit for fit in report.fits if fit.can_serve and fit.format.name in VERSIONS), None)
+    if smaller is not None:
+        name = smaller.format.name
+        command = f" (moesaic quantize --format {name})" if name in ("int8", "int4") else ""
+        yield f"with its experts in {name} it would fit: take such a version{command}"
 
 
 def show(report: ModelReport) -> None:
@@ -215,8 +215,8 @@ def _facts(report: ModelReport) -> dict[str, str]:
     sizes, storage = report.sizes, report.storage
     rows = {"family": shorten(str(report.model_type))}
     if sizes is not None:
-        sparse = "all" if sizes.moe_layers == sizes.layers else f"{sizes.moe_layers} of them"
-        rows["layers"] = f"{sizes.layers}, {sparse} with routed experts"
+        num_sparse = "all" if sizes.moe_layers == sizes.layers else f"{sizes.moe_layers} of them"
+        rows["layers"] = f"{sizes.layers}, {num_sparse} with routed experts"
         rows["experts"] = f"{sizes.experts} in each layer, {sizes.top_k:g} of them for a token"
         active = in_words(sizes.active)
         rows["parameters"] = f"{in_words(sizes.parameters)}, {active} of them for a token"
@@ -253,11 +253,11 @@ def _formats(report: ModelReport) -> Table:
         table.add_column(name, justify="right")
     table.add_column("fits here")
     for fit in report.fits:
-        is_own = fit.format.name == report.storage.type
-        if fit.format.name not in VERSIONS and not is_own:
+        is_this_type = fit.format.name == report.storage.type
+        if fit.format.name not in VERSIONS and not is_this_type:
             continue
         version = VERSIONS.get(fit.format.name, "")
-        mark = " (this one)" if is_own and not report.problems else f" ({version})" if version else ""
+        mark = " (this one)" if is_this_type and not report.problems else f" ({version})" if version else ""
         sizes = (fit.format.expert_bytes, fit.format.other_bytes, fit.format.weight_bytes)
         cache = in_bytes(fit.cache) if fit.can_serve else ""
         table.add_row(f"{fit.format.name}{mark}", *map(in_bytes, sizes), cache, _fits(fit, report.context))
