@@ -28,7 +28,7 @@ FAMILIES = {
     "normalise dense shared",
     "dots1": "query_norm key_norm query_bias key_bias value_bias out_bias sliding_window groups scale "
     "sigmoid correction normalise dense shared",
-    "ernie4_5_moe": "correction normalise dense shared",
+    "ernie4_5_moe": "query_bias key_bias value_bias out_bias correction normalise dense shared",
     "exaone_moe": "query_norm key_norm sliding_window groups scale sigmoid correction normalise dense shared",
     "glm4_moe": "query_norm key_norm query_bias key_bias value_bias groups scale sigmoid correction "
     "normalise dense shared",

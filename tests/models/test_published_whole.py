@@ -6,6 +6,7 @@ The files in the folder `published` have every key of the original. They are cal
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,31 @@ from tests.support.model_driver import Driver
 from moesaic.commands import doctor_model
 from moesaic.commands.model_options import Doctor
 from moesaic.commands.model_report import judge
-from moesaic.core.text_config import WRAPPERS
+from moesaic.core.errors import CheckpointError
+from moesaic.core.text_config import WRAPPERS, read_text_config
 from moesaic.kernels.table import pick
-from moesaic.models import registry
+from moesaic.models import files, registry
+from moesaic.models.checkpoint import IndexClaims
 from moesaic.models.families import MODELS
 
 FOLDER = Path(__file__).parent / "published"
+BESIDE = {
+    file.stem.replace("--", "/"): json.loads(file.read_text())
+    for file in sorted((FOLDER / "beside").glob("*.json"))
+}
+"""Model -> name of another published file -> what it has; and "tensors": names of its index, with ranges."""
+RANGE = re.compile(r"(\d+)-(\d+)")
 FILES = {file.stem.replace("--", "/"): file for file in sorted(FOLDER.glob("*.json"))}
 REFUSED = {name for name in FILES if name.endswith("NVFP4")}
-"""Checkpoints of ModelOpt."""
-NOT_HERE = {
-    *("dbrx", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "hy_v3", "lfm2_moe", "mellum"),
-    *("olmoe", "qwen2_moe", "qwen3_5_moe_text", "solar_open", "internvl"),
-}
-"""Families of which no whole published config is here."""
+"""Checkpoints in NVFP4, of ModelOpt and of compressed-tensors."""
+NOT_HERE = {"dots1", "granitemoe", "internvl", "lfm2_moe", "qwen3_5_moe_text", "solar_open"}
+"""Families of which no whole published config is here: public reports have only parts of them."""
 FAST = ("MiniMaxAI/MiniMax-M2.7", "moonshotai/Kimi-K2.5", "zai-org/GLM-4.5V")
 COMPARED = sorted(FILES.keys() - REFUSED)
 
 
+TENSORS = {"tencent/Hy3": 47138}
+"""How many tensors a published index is said to have."""
 QUANTISED = [name for name in COMPARED if shrunk.find_quantization(json.loads(FILES[name].read_text()))]
 
 
@@ -44,14 +52,68 @@ def read(name: str) -> dict[str, Any]:
     return config
 
 
+def write_files(name: str, folder: Path) -> Path:
+    """Writes config.json and what else is here of a model's small files. Returns config.json."""
+    folder.mkdir()
+    contents = {"config.json": read(name)} | BESIDE.get(name, {})
+    for file, content in contents.items():
+        if file != "tensors":
+            (folder / file).write_text(json.dumps(content))
+    return folder / "config.json"
+
+
+def list_tensors(name: str) -> list[str]:
+    """The names of all tensors in a model's index, such as those that "layers.0-3" stands for."""
+    names: list[str] = []
+    waiting = list(BESIDE[name]["tensors"])
+    while waiting:
+        pattern = waiting.pop()
+        match = RANGE.search(pattern)
+        if match is None:
+            names.append(pattern)
+            continue
+        first, last = map(int, match.groups())
+        waiting += [f"{pattern[: match.start()]}{n}{pattern[match.end() :]}" for n in range(first, last + 1)]
+    return names
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_doctor_judges_a_published_config(name: str, tmp_path: Path) -> None:
-    report = doctor_model.examine_model(Doctor(str(FILES[name]), hardware="none"), tmp_path)
+    file = write_files(name, tmp_path / "model")
+    report = doctor_model.examine_model(Doctor(str(file), hardware="none"), tmp_path)
     if name in REFUSED:
-        assert judge(report).startswith("not supported: ") and "ModelOpt checkpoint" in judge(report)
+        assert judge(report).startswith("not supported: ")
+        assert any(word in judge(report) for word in ("ModelOpt checkpoint", "'nvfp4-pack-quantized'"))
+        assert "the model itself, or its version in" in judge(report)
         return
     assert not report.problems, report.problems
     assert report.spec is not None and report.sizes is not None and report.sizes_error is None
+
+
+@pytest.mark.parametrize("name", [name for name in BESIDE if "generation_config.json" in BESIDE[name]])
+def test_an_answer_ends_at_the_tokens_of_published_files(name: str, tmp_path: Path) -> None:
+    directory = write_files(name, tmp_path / "model").parent
+    said: set[int] = set()
+    for raw in (read_text_config(read(name)), read(name), BESIDE[name]["generation_config.json"]):
+        ends = raw.get("eos_token_id")
+        said |= set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    assert said and set(files.generation_defaults(directory).join_ends(())) == said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BESIDE if "tensors" in BESIDE[name]])
+def test_the_names_of_a_published_index_are_those_that_are_loaded(name: str, tmp_path: Path) -> None:
+    names = list_tensors(name)
+    assert len(names) == len(set(names)) == TENSORS[name]
+    config = write_files(name, tmp_path / "model")
+    index = config.parent / files.INDEX
+    weight_map = dict.fromkeys(names, "model.safetensors")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    registry.understand(read(name), config.parent, IndexClaims(config.parent))
+    loaded = "model.layers.5.mlp.experts.7.up_proj.weight"
+    index.write_text(json.dumps({"weight_map": {key: weight_map[key] for key in names if key != loaded}}))
+    with pytest.raises(CheckpointError, match=re.escape(f"tensor {loaded} is missing")):
+        registry.understand(read(name), config.parent, IndexClaims(config.parent))
 
 
 def test_each_family_has_a_published_config_or_is_named() -> None:

@@ -376,6 +376,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "ernie": ("ernie4_5_moe", ernie()),
+    "ernie-biases-tied": ("ernie4_5_moe", ernie(use_bias=True, tie_word_embeddings=True)),
     "ernie-layers-odd-heads-yarn-plain": (
         "ernie4_5_moe",
         ernie(

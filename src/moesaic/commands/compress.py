@@ -26,7 +26,7 @@ def run(options: Compress, as_json: bool) -> int:
     Raises ConfigError for a checkpoint that cannot be compressed and files that cannot be read or written.
     """
     start = time.monotonic()
-    path = resolve(options.model)
+    path = resolve(options.model, options.revision, options.hf_overrides)
     refuse_gguf(path, "compress")
     try:
         with progress(Console(stderr=True), time.monotonic, "MB/s") as show:

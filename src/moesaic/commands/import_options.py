@@ -27,6 +27,15 @@ class ImportProfile:
     files, and the profile names its weights."""
     output_file: Path
     """File for the profile (.npz)."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key. See `moesaic serve`."""
+
+    @property
+    def model_source(self) -> tuple[str, str | None, str | None]:
+        """What `models.files.resolve` takes to find the model."""
+        return self.model, self.revision, self.hf_overrides
 
     def __post_init__(self) -> None:
         if not self.files:

@@ -16,6 +16,7 @@ from moesaic.cluster.joining.options import JoinOptions
 from moesaic.commands import descriptors
 from moesaic.commands.options import Join
 from moesaic.core.errors import ConnectionLost
+from moesaic.models import files
 from moesaic.trace import logs
 from moesaic.transport.secret import read_secret
 
@@ -47,11 +48,14 @@ def run(options: Join, as_json: bool) -> int:
     logs.set_up(options.role.replace("-", " "), options.log_level)
     descriptors.prepare()
     secret = read_secret(Path(options.secret_file), "--secret-file")
+    model = options.model
+    if model is not None and options.hf_overrides is not None:
+        model = str(files.resolve(model, None, options.hf_overrides))
     joining = JoinOptions(
         ",".join(f"tcp:{address.strip()}" for address in options.address.split(",")),
         options.role,
         None if options.listen is None else f"tcp:{options.listen}",
-        options.model,
+        model,
         options.threads,
         options.kernels,
         options.device,

@@ -137,6 +137,19 @@ def list_notes(report: ModelReport) -> Iterator[str]:
         yield from report.assumptions
 
 
+VERSIONS = {
+    "bfloat16": "",
+    "compressed": "moesaic compress",
+    "fp8": "",
+    "int8": "",
+    "int8_offset": "GPTQ in 8 bits",
+    "int4": "",
+    "int4_offset": "GPTQ, AWQ",
+}
+"""Types of experts in which other versions of a model may be had -> how these are called, or made. The report
+for people lists them and the model's own type."""
+
+
 def judge(report: ModelReport) -> str:
     """The verdict in one line: whether the model runs here, and by which command or why not."""
     problem = next(_list_problems(report), None)
@@ -157,6 +170,7 @@ def _list_problems(report: ModelReport) -> Iterator[str]:
         yield f"does not run here: the download of {need} does not fit on the disk ({in_bytes(report.disk)})"
     elif report.is_unplanned:
         yield "does not fit in memory; --hardware this plans how its experts are read from the disk"
+        yield from _list_smaller(report)
     elif report.command is None:
         yield "does not run here: neither the model fits in memory, nor all but its routed experts"
     elif report.streamed_job is not None:
@@ -164,9 +178,16 @@ def _list_problems(report: ModelReport) -> Iterator[str]:
             "does not fit in memory: experts are read while others are computed (--fast-memory, "
             "which moesaic serve takes too)"
         )
-        better = next((fit for fit in report.fits if fit.can_serve), None)
-        if better is not None:
-            yield f"with its experts in {better.format.name} it would fit"
+        yield from _list_smaller(report)
+
+
+def _list_smaller(report: ModelReport) -> Iterator[str]:
+    """Says in which type of experts the model would fit in memory, if there is one."""
+    smaller = next((fit for fit in report.fits if fit.can_serve and fit.format.name in VERSIONS), None)
+    if smaller is not None:
+        name = smaller.format.name
+        command = f" (moesaic quantize --format {name})" if name in ("int8", "int4") else ""
+        yield f"with its experts in {name} it would fit: take such a version{command}"
 
 
 def show(report: ModelReport) -> None:
@@ -194,21 +215,29 @@ def _facts(report: ModelReport) -> dict[str, str]:
     sizes, storage = report.sizes, report.storage
     rows = {"family": shorten(str(report.model_type))}
     if sizes is not None:
-        dense = sizes.layers - sizes.moe_layers
-        rows["layers"] = f"{sizes.layers}, {f'{dense} of them' if dense else 'none'} without routed experts"
+        num_sparse = "all" if sizes.moe_layers == sizes.layers else f"{sizes.moe_layers} of them"
+        rows["layers"] = f"{sizes.layers}, {num_sparse} with routed experts"
         rows["experts"] = f"{sizes.experts} in each layer, {sizes.top_k:g} of them for a token"
         active = in_words(sizes.active)
         rows["parameters"] = f"{in_words(sizes.parameters)}, {active} of them for a token"
     if report.context is not None:
         rows["context"] = f"{report.context} tokens"
-    method = "" if storage.quantization is None else f", quantization {shorten(storage.quantization)}"
     size = f", {in_bytes(storage.bytes)} in {_files(storage.files)}" if storage.files else ""
-    rows["stored"] = f"{shorten(storage.type)}{method}{size}"
+    rows["stored"] = f"{_describe_storage(report)}{size}"
     if storage.download is not None:
         rows["download"] = in_bytes(storage.download)
     if report.chat_template:
         rows["messages"] = "; ".join(report.chat_template)
     return rows
+
+
+def _describe_storage(report: ModelReport) -> str:
+    """The type of the weights in the files, and the method that quantised them."""
+    kind, method = shorten(report.storage.type), report.storage.quantization
+    if method is None or method == kind:
+        return kind
+    # Of a method that is not read, the config says no type: it names that of the other weights.
+    return f"quantization {shorten(method)}" if report.problems else f"{kind}, quantization {shorten(method)}"
 
 
 def _files(count: int) -> str:
@@ -224,7 +253,11 @@ def _formats(report: ModelReport) -> Table:
         table.add_column(name, justify="right")
     table.add_column("fits here")
     for fit in report.fits:
-        mark = " (this one)" if fit.format.name == report.storage.type and not report.problems else ""
+        is_this_type = fit.format.name == report.storage.type
+        if fit.format.name not in VERSIONS and not is_this_type:
+            continue
+        version = VERSIONS.get(fit.format.name, "")
+        mark = " (this one)" if is_this_type and not report.problems else f" ({version})" if version else ""
         sizes = (fit.format.expert_bytes, fit.format.other_bytes, fit.format.weight_bytes)
         cache = in_bytes(fit.cache) if fit.can_serve else ""
         table.add_row(f"{fit.format.name}{mark}", *map(in_bytes, sizes), cache, _fits(fit, report.context))

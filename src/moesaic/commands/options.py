@@ -65,6 +65,8 @@ class Join:
     which it connects to the cluster."""
     model: str | None = None
     """Directory of the checkpoint on this host. None: the same path as on the host of `moesaic serve`."""
+    hf_overrides: str | None = None
+    """Changes of config.json of --model, the same as `moesaic serve` of the cluster has."""
     threads: int | None = None
     """Number of compute threads. None: one per core."""
     capacity: float | None = None
@@ -82,6 +84,8 @@ class Join:
         check_threads(self.threads)
         if self.capacity is not None and not 0 < self.capacity < math.inf:
             raise ConfigError.field("--capacity", self.capacity, "a positive number")
+        if self.hf_overrides is not None and self.model is None:
+            raise ConfigError.field("--hf-overrides", self.hf_overrides, "nothing without --model")
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,10 @@ class Place:
     """The profile's model: a Hugging Face directory, a hub id, or demo. A token id that the profile never saw
     then uses the nearest known id in the model's embedding. Profiles of `moesaic profile` contain these
     nearest ids; recordings of a server do not."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id in --model."""
+    hf_overrides: str | None = None
+    """Changes of config.json of --model, as JSON: `{"key": null}` drops a key. See `moesaic serve`."""
     plot: Path | None = None
     """Draw a layer's activation map before and after into this SVG file."""
     plot_layer: int | None = None
@@ -145,6 +153,9 @@ class Place:
             raise ConfigError.field("--share", self.share, "a number between 0 and 1")
         if self.seed < 0:
             raise ConfigError.field("--seed", self.seed, "an integer of at least 0")
+        for flag, value in (("--revision", self.revision), ("--hf-overrides", self.hf_overrides)):
+            if value is not None and self.model is None:
+                raise ConfigError.field(flag, value, "nothing without --model")
         self._check_output()
         self._check_plot()
 
@@ -249,6 +260,11 @@ class Compress:
     """A Hugging Face directory, a hub id, or demo. Its experts must be stored in bf16."""
     directory: Path
     """Directory of the compressed checkpoint. It must not exist yet, or be empty."""
+    _: KW_ONLY
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key. See `moesaic serve`."""
 
     def __post_init__(self) -> None:
         path = self.target

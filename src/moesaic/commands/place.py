@@ -127,7 +127,8 @@ def run(options: Place, json: bool, clock: Clock = time.monotonic) -> int:
         if options.model is not None:
             from moesaic.jobs.profiling.importing import with_nearest
 
-            profile = with_nearest(profile, options.file, options.model, partial(show, "nearest tokens"))
+            model = options.model, options.revision, options.hf_overrides
+            profile = with_nearest(profile, options.file, model, partial(show, "nearest tokens"))
         report = place(profile, options, _SolverRunner(options, show, clock, topology))
     print(as_json(report) if json else as_text(report))
     return 0

@@ -6,6 +6,7 @@ With --cluster it searches deployments instead, and prints commands that start t
 from __future__ import annotations
 
 import json as json_module
+import tempfile
 import time
 import tomllib
 from dataclasses import replace
@@ -27,6 +28,8 @@ from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 from moesaic.kernels import table
+from moesaic.kernels.table import Kernels
+from moesaic.models import files
 from moesaic.models.files import gguf_at, is_gguf
 from moesaic.planning.deployment import demand, spec
 from moesaic.planning.deployment.search import Deployments, Search
@@ -71,7 +74,7 @@ def search_deployments(options: Plan) -> Deployments:
     assert options.model is not None and options.cluster is not None and options.workload is not None
     machines, requests = spec.load(options.cluster), demand.load(options.workload)
     objectives = demand.parse_objectives(options.slo)
-    model = find_model(options.model)
+    model = find_model(options.model, hf_overrides=options.hf_overrides)
     if not model.moe_layers:
         raise ConfigError.field("MODEL", options.model, "a model with routed experts")
     seconds, seed, clock = options.time_budget, options.seed, time.monotonic
@@ -85,7 +88,8 @@ def plan(options: Plan, measured_machine: Hardware | None = None) -> Report:
     assert options.prompt_len is not None and options.gen_len is not None
     hardware = (measured_machine or find_hardware(options.hardware)).parallel(options.gpus)
     hardware = hardware.with_slow(options.slow_memory, options.slow_bandwidth)
-    model = find_model(options.model, gpu=hardware.slow.processor is not None)
+    has_gpu = hardware.slow.processor is not None
+    model = find_model(options.model, has_gpu, options.hf_overrides)
     if options.profile is not None:
         routing = Routing.from_profile(Profile.load(options.profile), model.experts, model.top_k)
         model = replace(model, routing=routing)
@@ -124,26 +128,47 @@ def _measure_now(options: Plan) -> Hardware | None:
     from moesaic.commands import hardware
 
     # An unknown model is an error at once, and not after ten seconds of measuring.
-    find_model(options.model)
+    find_model(options.model, hf_overrides=options.hf_overrides)
     return hardware.now(options.model)
 
 
-def find_model(name: str, gpu: bool = False) -> ModelSizes:
+def find_model(name: str, gpu: bool = False, hf_overrides: str | None = None) -> ModelSizes:
     """The sizes of a model: a known name, `demo`, a checkpoint's directory, a GGUF file, or a
     config.json.
 
-    gpu: whether the fast level is a GPU, whose kernels read no blocks of GGUF files. Raises ConfigError if
-    there is no such model.
+    gpu: whether the fast level is a GPU, whose kernels read no blocks of GGUF files. hf_overrides: changes of
+    its config.json. Raises ConfigError if there is no such model.
     """
     kernels = table.pick("cpu")
     kernels = replace(kernels, can_use_blocks=kernels.can_use_blocks and not gpu)
     if name in PUBLISHED_MODELS:
+        if hf_overrides is not None:
+            raise ConfigError.field(
+                "--hf-overrides", hf_overrides, f"none for {name}, which has no config.json"
+            )
         return PUBLISHED_MODELS[name]
     path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
     if path.is_dir() or is_gguf(path):
         path = gguf_at(path) or path
+    if hf_overrides is None:
+        return _read_sizes(path, name, kernels)
+    with tempfile.TemporaryDirectory() as folder:
+        source = files.find(str(path), Path(folder), None, hf_overrides)
+        return _read_sizes(source.directory or source.config, name, kernels)
+
+
+def _read_sizes(path: Path, name: str, kernels: Kernels) -> ModelSizes:
+    """Reads the sizes of a directory, a GGUF file or a config.json. name: the model as it was typed."""
     if is_gguf(path):
         return read_checkpoint_sizes(path, name, kernels)
+    raw = _read_config(path, name)
+    if path.is_dir() and has_weights(path):
+        return read_checkpoint_sizes(path, name, kernels)
+    return read_config_sizes(raw, name)
+
+
+def _read_config(path: Path, name: str) -> dict[str, Any]:
+    """Reads a config.json, or that of a directory. name: the model as on the command line."""
     file = path / "config.json" if path.is_dir() else path
     try:
         raw: Any = json_module.loads(file.read_text(encoding="utf-8"))
@@ -156,9 +181,7 @@ def find_model(name: str, gpu: bool = False) -> ModelSizes:
         raise ConfigError(f"{file}: not a JSON file: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: not a JSON object")
-    if path.is_dir() and has_weights(path):
-        return read_checkpoint_sizes(path, name, kernels)
-    return read_config_sizes(raw, name)
+    return raw
 
 
 def find_hardware(name: str) -> Hardware:

@@ -27,6 +27,8 @@ class Plan:
     deepseek-v2, deepseek-v2-lite, deepseek-v3, qwen3-30b-a3b, olmoe-1b-7b,
     qwen1.5-moe-a2.7b, qwen2-57b-a14b."""
     _: KW_ONLY
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key. See `moesaic serve`."""
     hardware: str | None = None
     """A known machine (t4, l4, t4-large-host, t4-measured, l4-measured, a100-40, a100-80, h100, h200), a file
     (.toml) that `moesaic hardware measure` wrote, or `this`: this machine, after a short measurement."""

@@ -18,7 +18,7 @@ def run(options: ImportProfile, as_json: bool) -> int:
     """Read the files, write the profile, then print a summary. Returns the exit code."""
     require_writable("--output-file", options.output_file)
     with progress(Console(stderr=True), time.monotonic, "tok/s") as show:
-        report = importing.run(options.files, options.source, options.model, options.output_file, show)
+        report = importing.run(options.files, options.source, options.model_source, options.output_file, show)
     if as_json:
         print(report.to_json())
     else:

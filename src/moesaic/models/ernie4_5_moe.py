@@ -51,16 +51,17 @@ def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
     fields = Fields(DEFAULTS | raw)
     fields.require_value("model_type", "ernie4_5_moe")
-    fields.require_value("use_bias", False)
+    has_biases = fields.flag("use_bias", False)
     fields.require_value("use_rmsnorm", True)
     fields.require_value("moe_gate", "topk", "top2_fused")
     fields.require_value("moe_use_aux_free", True, reason="the gate has a bias")
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 500000.0)
-    heads = replace(read_heads(fields, fields.number("rms_norm_eps")), is_interleaved=True)
-    attention = GroupedQuery(heads, heads.width)
-    return read(
-        fields, "ernie4_5_moe", attention, angles, _gating(fields), _moe_layers(fields), NAMES, keys=KEYS
-    )
+    fields.require_value("attention_bias", has_biases, reason="as use_bias says")
+    heads = read_heads(fields, fields.number("rms_norm_eps"))
+    heads = replace(heads, bias=has_biases, out_bias=has_biases, is_interleaved=True)
+    attention, layers = GroupedQuery(heads, heads.width), _moe_layers(fields)
+    config = read(fields, "ernie4_5_moe", attention, angles, _gating(fields), layers, NAMES, keys=KEYS)
+    return replace(config, has_biases=has_biases)
 
 
 def _gating(fields: Fields) -> Gating:

@@ -87,4 +87,8 @@ def _moe_layers(fields: Fields) -> tuple[int, ...]:
     layers, dense = num_layers(fields), fields.integer("first_k_dense_replace", minimum=0)
     usual = [DENSE if layer < dense else SPARSE for layer in range(layers)]
     kinds = fields.words("mlp_layer_types", layers, (DENSE, SPARSE), usual)
+    # The makers' first files have these two keys in place of the others. transformers does not read them.
+    reason = "as mlp_layer_types or first_k_dense_replace says, or else its default"
+    fields.require_value("first_last_k_dense_replace", kinds.count(DENSE), reason=reason)
+    fields.require_value("is_moe_layer", [kind == SPARSE for kind in kinds], reason=reason)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == SPARSE)

@@ -71,7 +71,7 @@ WITHOUT_EFFECT: tuple[Row, ...] = (
         "the tokenizer and generation_config.json have them, and end ids are read apart",
         (
             *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-            *("bos_token", "eos_token", "pad_token"),
+            *("bos_token", "eos_token", "pad_token", "eod_token_id"),
         ),
     ),
     Row("widths that follow from other keys", ("head_dim", "qk_head_dim"), (*DEEPSEEK, "glm4_moe_lite")),

@@ -168,6 +168,24 @@ class GatedMLP:
 
 
 @dataclass(frozen=True)
+class BiasedMLP:
+    """A GatedMLP whose three projections each add a bias (ERNIE 4.5 with use_bias)."""
+
+    kernels: Kernels
+    gate_proj: Projection
+    up_proj: Projection
+    down_proj: Projection
+
+    def apply(self, rows: torch.Tensor) -> torch.Tensor:
+        """[n, h] -> [n, h]."""
+        parts = (self.gate_proj, self.up_proj)
+        gate, up = self.kernels.linears(rows, [p.weight for p in parts], [p.bias for p in parts])
+        heads = gate.unsqueeze(1)
+        wide = self.kernels.times(self.kernels.sigmoid_times(heads, heads), up)
+        return self.kernels.linear(wide, self.down_proj.weight, self.down_proj.bias)
+
+
+@dataclass(frozen=True)
 class GatedSharedExpert:
     """A shared expert whose result is multiplied by sigmoid(gate row): a number for each row (Qwen2-MoE)."""
 

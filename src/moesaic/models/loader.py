@@ -35,7 +35,7 @@ from moesaic.kernels.matrix import QuantizedMatrix, Weight, dequantize_weight, k
 from moesaic.kernels.table import Kernels
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.config import Fields
-from moesaic.models.layers import GatedMLP, GroupedQueryAttention, Projection
+from moesaic.models.layers import BiasedMLP, GatedMLP, GroupedQueryAttention, Projection
 from moesaic.models.quantization.scheme import Matrix
 from moesaic.models.rope import RopeConfig, RopeTable, rotary_width
 from moesaic.models.shard import WHOLE, Shard
@@ -241,6 +241,15 @@ class Loader:
         return GatedMLP(
             self.kernels,
             *unify_dtypes([dequantize_weight(weight) for weight in (gate_proj, up_proj, down_proj)]),
+        )
+
+    def mlp_with_biases(self, name: str, hidden: int, width: int) -> BiasedMLP:
+        """Returns the MLP under `name`, whose projections each have a bias."""
+        return BiasedMLP(
+            self.kernels,
+            self.projection(f"{name}.gate_proj", width, hidden, bias=True),
+            self.projection(f"{name}.up_proj", width, hidden, bias=True),
+            self.projection(f"{name}.down_proj", hidden, width, bias=True),
         )
 
 

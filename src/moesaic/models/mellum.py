@@ -75,4 +75,6 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     width = fields.maybe_integer("sliding_window")
     allowed_kinds = (FULL,) if width is None else (FULL, SLIDING)
     kinds = fields.words("layer_types", layers, allowed_kinds, [FULL] * layers)
+    # transformers does not read this key, so layers that should have a window would have none.
+    fields.require_value("use_sliding_window", SLIDING in kinds, False, reason="as layer_types says")
     return tuple(width if kind == SLIDING else None for kind in kinds)

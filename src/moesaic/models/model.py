@@ -39,6 +39,8 @@ class Model:
     """Subtracts the mean of each row before the final norm (DBRX). None: the final norm does not."""
     prediction: PredictionLayer | None = None
     """Predicts the token after the next one. None: it is not loaded."""
+    head_bias: torch.Tensor | None = None
+    """[V] float32, added to the logits (ERNIE 4.5 with use_bias). None: nothing is added."""
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids [n] -> hidden [n, h] float32."""
@@ -49,7 +51,7 @@ class Model:
         """hidden [m, h] after the last block -> [m, V] float32."""
         hidden = hidden if self.centring is None else self.centring.apply(hidden)
         normed_rows = self.kernels.rms_norm(hidden, self.final_norm, self.epsilon)
-        return self.kernels.linear(normed_rows, self.head)
+        return self.kernels.linear(normed_rows, self.head, self.head_bias)
 
     def expert_weights(self, layer: int) -> ExpertWeights:
         """Returns the routed experts of a layer. Raises KeyError if they are not in this process."""
@@ -89,7 +91,10 @@ class Model:
 
     def _weights(self) -> list[Weight]:
         routed_experts = tuple(self.experts.values())
-        parts = (self.embedding, self.blocks, self.final_norm, self.head, routed_experts, self.prediction)
+        parts = (
+            *(self.embedding, self.blocks, self.final_norm, self.head, self.head_bias),
+            *(routed_experts, self.prediction),
+        )
         weights = [
             weight for weight in _walk(parts) if _has_numbers(weight) or number_dtype(weight) is torch.uint8
         ]

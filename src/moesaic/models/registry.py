@@ -153,6 +153,7 @@ def load_outside(path: Path, kernels: Kernels) -> Model:
 def _build_outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
     kernels, factors = loader.kernels, _multipliers(config)
     is_centred: bool = getattr(config, "layer_norm", False)
+    has_biases: bool = getattr(config, "has_biases", False)
     embedding = loader.weight("model.embed_tokens", spec.vocab_size, spec.hidden_size)
     return Model(
         spec=spec,
@@ -166,6 +167,7 @@ def _build_outside(config: Config, spec: ModelSpec, loader: Loader) -> Model:
         experts={},
         scale=None if factors.embedding == 1.0 else Scale.build(kernels, factors.embedding, loader.device),
         centring=Centring.build(kernels, spec.hidden_size, loader.device) if is_centred else None,
+        head_bias=loader.exact("lm_head.bias", spec.vocab_size) if has_biases else None,
     )
 
 

@@ -12,7 +12,7 @@ from moesaic.kernels.gating import Gating
 from moesaic.models.block import Attention, DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
 from moesaic.models.gates import load_gate
-from moesaic.models.layers import GatedMLP, TopKRouter
+from moesaic.models.layers import BiasedMLP, GatedMLP, TopKRouter
 from moesaic.models.loader import ExpertNames, Loader
 from moesaic.models.prediction import PredictionLayer
 from moesaic.models.rope import RopeConfig, RopeTable
@@ -93,6 +93,8 @@ class Config:
     multipliers: Multipliers = NO_MULTIPLIERS
     local_rope: RopeConfig | None = None
     """The angles of layers with a window. None: they have those of `rope`."""
+    has_biases: bool = False
+    """Whether dense MLPs, shared experts and the LM head have biases. Routed experts have none."""
 
     @property
     def spec(self) -> ModelSpec:
@@ -233,11 +235,12 @@ def _router(config: Config, loader: Loader, name: str) -> TopKRouter:
     return load_gate(loader, gate, config.gating, *sizes, correction, names.correction_axes)
 
 
-def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | None:
+def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP | BiasedMLP | None:
     """Loads the dense MLP of a dense layer, or the shared experts of a sparse layer as one wide MLP."""
+    load = loader.mlp_with_biases if config.has_biases else loader.mlp
     if not sparse:
-        return loader.mlp(f"{name}.mlp", config.hidden_size, config.dense_width)
+        return load(f"{name}.mlp", config.hidden_size, config.dense_width)
     if not config.shared_experts:
         return None
     shared_name = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")
-    return loader.mlp(shared_name, config.hidden_size, config.expert_width * config.shared_experts)
+    return load(shared_name, config.hidden_size, config.expert_width * config.shared_experts)

@@ -20,6 +20,8 @@ from moesaic.models.registry import routed_model
 
 READERS = {"sglang": sglang_files.read, "vllm": vllm_answers.read}
 """Reader of each program's files."""
+Source = tuple[str, str | None, str | None]
+"""What `models.files.resolve` takes to find a model: name, revision and changes of its config.json."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,14 @@ class Report:
         return json.dumps(asdict(self))
 
 
-def run(recording: Sequence[Path], source: str, model: str, output: Path, show: Show) -> Report:
+def run(recording: Sequence[Path], source: str, model_source: Source, output: Path, show: Show) -> Report:
     """Read the files `recording`, write the profile `output`, and say what is in it.
 
-    source: a name in READERS. model: as on a command line. Raises ConfigError for files that cannot be read,
-    that are of another model, or that have no token.
+    source: a name in READERS. model_source: as on a command line. Raises ConfigError for files that cannot be
+    read, that are of another model, or that have no token.
     """
-    path = files.resolve(model, None)
+    model = model_source[0]
+    path = files.resolve(*model_source)
     spec = routed_model(path)
     if not spec.layers:
         raise ConfigError.field("--model", model, "one with routed experts")
@@ -87,15 +90,15 @@ def run(recording: Sequence[Path], source: str, model: str, output: Path, show: 
 
 
 def with_nearest(
-    profile: Profile, file: Path, model: str, show: Callable[[int, int], None] | None = None
+    profile: Profile, file: Path, model_source: Source, show: Callable[[int, int], None] | None = None
 ) -> Profile:
-    """The same profile with `nearest`: the nearest known tokens, by the embedding of `model`.
+    """The same profile with `nearest`: the nearest known tokens, by the embedding of the model.
 
-    A profile that was recorded without the checkpoint has none. model: a directory, a hub id, or demo. file:
-    path of the profile, for messages. show: called with the tokens done and their total. Raises ConfigError
+    A profile that was recorded without the checkpoint has none. file: path of the profile, for messages.
+    model_source: as on a command line. show: called with the tokens done and their total. Raises ConfigError
     if the profile was made for another model.
     """
-    path = files.resolve(model)
+    path = files.resolve(*model_source)
     profile.check(routed_model(path).model, str(file))
     known_ids = profile.counts[0].known_tokens.astype(np.int32)
     return replace(profile, nearest=nearest_known(path, known_ids, show))

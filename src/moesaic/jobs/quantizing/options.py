@@ -24,6 +24,11 @@ class QuantizeOptions:
     _: KW_ONLY
     format: Literal["int8", "int4"]
     """Type of the quantised numbers. They have a scale for each group of a row, and no zero points."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    hf_overrides: str | None = None
+    """Changes of config.json, as JSON: `{"key": null}` drops a key. The quantised checkpoint has them too.
+    See `moesaic serve`."""
     group_size: int | None = None
     """Numbers of a row that share a scale: a multiple of 32 that divides the rows of all quantised matrices.
     None: 128 for int4, and a whole row for int8."""

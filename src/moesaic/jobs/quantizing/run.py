@@ -157,7 +157,7 @@ def run(options: QuantizeOptions, show: Show) -> Cost:
     Raises ConfigError for a model that cannot be quantised so, for a directory that is not empty, and for a
     disk that is too small. Raises OSError if a file cannot be read or written.
     """
-    path = files.resolve(options.model)
+    path = files.resolve(options.model, options.revision, options.hf_overrides)
     files.refuse_gguf(path, "quantize")
     plan = planning.make(path, options.modules)
     form = choose_format(options.format, options.group_size, plan.columns)

@@ -235,7 +235,10 @@ def parse(fields: Fields) -> Scheme:
 
 def _form(form: Any, key: str) -> Any:
     if form is not None and form not in FORMATS and form != "mixed-precision":
-        raise CheckpointError(f"config.json: {key}: got {shorten(repr(form))}; allowed: {', '.join(FORMATS)}")
+        raise CheckpointError(
+            f"config.json: {key}: got {shorten(repr(form))}; allowed: {', '.join(FORMATS)}, or else the "
+            "model itself, or its version in FP8, GPTQ, AWQ or GGUF"
+        )
     return form
 
 
