@@ -68,10 +68,7 @@ class EngineCollector(Collector):
         usage = worker.blocks.num_used / max(1, worker.blocks.num_total)
         yield self._gauge("num_requests_running", "Requests being computed.", worker.running)
         yield self._gauge("num_requests_waiting", "Requests waiting to be computed.", worker.waiting)
-        # No request waits for anything but room, and no prefix comes from another server's cache.
-        reasons = {"capacity": worker.waiting, "deferred": 0}
-        text = "Requests waiting to be computed, by what they wait for."
-        yield self._split("num_requests_waiting_by_reason", text, GaugeMetricFamily, "reason", reasons)
+        yield self._waiting(worker.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield self._blocks(worker.blocks)
         yield self._cache_config(worker.blocks, stats.block_size)
@@ -91,17 +88,7 @@ class EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
         num_cached = meter.cached_prompt_tokens
         yield self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.", num_cached)
-        sources = {
-            "local_compute": meter.prompt_tokens - num_cached,
-            "local_cache_hit": num_cached,
-            "external_kv_transfer": 0,
-        }
-        text = "Prompt tokens processed, by where their KV came from."
-        yield self._split("prompt_tokens_by_source", text, CounterMetricFamily, "source", sources)
-        text = "Prompt tokens found in the prefix cache, by the memory that had them."
-        yield self._split(
-            "prompt_tokens_cached_by_source", text, CounterMetricFamily, "source", {"device": hits}
-        )
+        yield from self._sources(meter.prompt_tokens, num_cached, hits)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
         reasons = {reason.value: meter.finish_counts[reason] for reason in FinishReason}
         text = "Requests that ended, by reason."
@@ -116,6 +103,25 @@ class EngineCollector(Collector):
         yield from self._transfers(worker.transfers)
         yield from offload_families(worker.experts, self._model_name)
         yield from self._distributions(meter)
+
+    def _waiting(self, num_requests: int) -> Metric:
+        """Requests by what they wait for, which is always room."""
+        text = "Requests waiting to be computed, by what they wait for."
+        reasons = {"capacity": num_requests, "deferred": 0}
+        return self._split("num_requests_waiting_by_reason", text, GaugeMetricFamily, "reason", reasons)
+
+    def _sources(self, num_tokens: int, num_cached: int, hits: int) -> Iterator[Metric]:
+        """Prompt tokens by where their KV came from, which is never another server's cache."""
+        sources = {
+            "local_compute": num_tokens - num_cached,
+            "local_cache_hit": num_cached,
+            "external_kv_transfer": 0,
+        }
+        text = "Prompt tokens processed, by where their KV came from."
+        yield self._split("prompt_tokens_by_source", text, CounterMetricFamily, "source", sources)
+        text = "Prompt tokens found in the prefix cache, by the memory that had them."
+        name, memories = "prompt_tokens_cached_by_source", {"device": hits}
+        yield self._split(name, text, CounterMetricFamily, "source", memories)
 
     def _distributions(self, meter: Meter) -> Iterator[HistogramMetricFamily]:
         """Histograms of times and of tokens."""

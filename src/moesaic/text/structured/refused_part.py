@@ -46,7 +46,7 @@ def _find_part(schema: Any, is_refused: Callable[[Any], bool]) -> tuple[str, Map
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     num_checks, seen_parts = 0, {id(schema)}
 
-    def is_one_refused(parts: Sequence[tuple[str, Any]]) -> bool:
+    def has_refused_part(parts: Sequence[tuple[str, Any]]) -> bool:
         nonlocal num_checks
         num_checks += 1
         properties = {str(number): part for number, (_, part) in enumerate(parts)}
@@ -57,11 +57,11 @@ def _find_part(schema: Any, is_refused: Callable[[Any], bool]) -> tuple[str, Map
     path, part = "", schema
     while num_checks < MOST_CHECKS:
         parts = [child for child in _list_children(schema, part, path) if id(child[1]) not in seen_parts]
-        if not parts or not is_one_refused(parts):
+        if not parts or not has_refused_part(parts):
             break
         while len(parts) > 1:
             half = parts[: len(parts) // 2]
-            parts = half if is_one_refused(half) else parts[len(parts) // 2 :]
+            parts = half if has_refused_part(half) else parts[len(parts) // 2 :]
         [(path, part)] = parts
         seen_parts.add(id(part))
     return path, part
