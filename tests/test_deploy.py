@@ -45,7 +45,8 @@ WITHOUT_A_PANEL = {
         "supervisor_restarts",
     ),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
-    *("spec_decode_break_even_acceptance", "time_per_output_token_seconds"),
+    *("spec_decode_break_even_acceptance", "request_prefill_kv_computed_tokens", "cache_config_info"),
+    *("num_requests_waiting_by_reason", "prompt_tokens_by_source", "prompt_tokens_cached_by_source"),
     *("request_time_per_output_token_seconds", "request_inference_time_seconds", "iteration_tokens_total"),
     *("request_max_num_generation_tokens", "prompt_tokens_cached"),
 }

@@ -15,8 +15,21 @@ from demo_model import DemoModel, DemoShape
 from demo_stream import END, END_OF_TEXT, START
 
 CHAT_TEMPLATE = (
+    "{%- if tools -%}\n"
+    "{{- '<|im_start|>system\\nTools:\\n' -}}\n"
+    "{%- for tool in tools -%}\n"
+    "{{- tool | tojson -}}{{- '\\n' -}}\n"
+    "{%- endfor -%}\n"
+    '{{- \'A call: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n\' -}}\n'
+    "{%- endif -%}\n"
     "{%- for message in messages -%}\n"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}\n"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}\n"
+    "{%- for call in message['tool_calls'] or [] -%}\n"
+    "{%- set function = call['function'] -%}\n"
+    "{{- '<tool_call>\\n{\"name\": ' -}}{{- function['name'] | tojson -}}\n"
+    "{{- ', \"arguments\": ' -}}{{- function['arguments'] | tojson -}}{{- '}\\n</tool_call>' -}}\n"
+    "{%- endfor -%}\n"
+    "{{- '<|im_end|>\\n' -}}\n"
     "{%- endfor -%}\n"
     "{%- if add_generation_prompt -%}\n"
     "{{- '<|im_start|>assistant\\n' -}}\n"

@@ -51,6 +51,8 @@ class EngineStats:
     num_unfinished: int
     """Unfinished completions. A request with n completions counts n times."""
     worker: WorkerStats
+    block_size: int = 0
+    """Tokens of a KV block; 0 until the worker is ready."""
 
 
 @dataclass
@@ -121,7 +123,8 @@ class Engine:
         return self.info.max_num_seqs + self._max_waiting
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_unfinished=len(self._streams), worker=self._worker)
+        block_size = 0 if self.info is None else self.info.block_size
+        return EngineStats(len(self._streams), self._worker, block_size)
 
     def submit(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from .conftest import MODEL, Live
+from .test_completions import events
 
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -59,6 +60,16 @@ def test_without_a_limit_the_answer_may_fill_the_context(live: Live) -> None:
 def test_either_spelling_of_the_limit(live: Live, limits: dict[str, Any]) -> None:
     choice = live.openai.chat.completions.create(model=MODEL, messages=ASK, **limits).choices[0]
     assert choice.message.content == "he" and choice.finish_reason == "length"
+
+
+def test_the_role_is_sent_before_a_token_is_counted(live: Live) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    messages = [{"role": "user", "content": "say:AB"}]
+    answer = live.post("/v1/chat/completions", messages=messages, stream=True, stream_options=options)
+    chunks = [json.loads(chunk) for chunk in events(answer.text)[:-1]]
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts[:2] == [0, 1] and counts == sorted(counts)
 
 
 def test_a_stream_says_role_text_end_and_usage(live: Live) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from moesaic.core import messages
-from moesaic.core.metrics import SpeculationStats, WorkerStats
+from moesaic.core.metrics import BlockStats, SpeculationStats, WorkerStats
 from moesaic.core.request import FinishReason, RequestOutput
 from moesaic.core.speculation import MAX_CHECKED_ROWS
 from moesaic.engine import EngineStats
@@ -108,7 +108,9 @@ def test_names_are_vllms_with_our_prefix() -> None:
             *("runs", "partial_runs"),
             *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
             *("spec_decode_num_accepted_tokens_per_pos", "spec_decode_break_even_acceptance"),
-            *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "cache_config_info"),
+            *("num_requests_waiting_by_reason", "request_prefill_kv_computed_tokens"),
+            *("prompt_tokens_by_source", "prompt_tokens_cached_by_source"),
             *(
                 "collective_bytes",
                 "group_pairs",
@@ -179,6 +181,80 @@ VLLMS_DASHBOARDS = (
     *("request_success", "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
 )
 """Metrics in the dashboards that vLLM 0.33.0 publishes (examples/observability), without the prefix."""
+
+
+VLLMS_NAMES = (
+    *("admission_rejections", "cache_config_info", "corrupted_requests", "diffusion_num_canvas_positions"),
+    *("diffusion_num_committed_tokens", "diffusion_num_denoising_steps", "e2e_request_latency_seconds"),
+    *("engine_sleep_state", "estimated_flops_per_gpu_total", "estimated_read_bytes_per_gpu_total"),
+    *("estimated_write_bytes_per_gpu_total", "external_prefix_cache_hits", "external_prefix_cache_queries"),
+    *("generation_tokens", "inter_token_latency_seconds", "iteration_tokens_total", "kv_cache_usage_perc"),
+    *("kv_block_idle_before_evict_seconds", "kv_block_lifetime_seconds", "kv_block_reuse_gap_seconds"),
+    *("lora_requests_info", "mm_cache_hits", "mm_cache_queries", "num_preemptions", "num_requests_running"),
+    *("num_requests_kv_fetch_by_stage", "num_requests_waiting", "num_requests_waiting_by_reason"),
+    *("prefix_cache_hits", "prefix_cache_queries", "prompt_tokens", "prompt_tokens_by_source"),
+    *("prompt_tokens_cached", "prompt_tokens_cached_by_source", "request_decode_time_seconds"),
+    *("request_generation_tokens", "request_inference_time_seconds", "request_max_num_generation_tokens"),
+    *("request_num_preemptions", "request_params_max_tokens", "request_params_n", "request_success"),
+    *("request_prefill_kv_computed_tokens", "request_prefill_time_seconds", "request_prompt_tokens"),
+    *("request_queue_time_seconds", "request_time_per_output_token_seconds", "watermark_requests"),
+    *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_drafts", "time_to_first_token_seconds"),
+)
+"""The metrics of vLLM 0.33.0, without the prefix."""
+
+
+def test_what_has_vllms_prefix_is_a_metric_of_vllm() -> None:
+    assert set(VLLMS_NAMES) >= VLLM_METRICS
+
+
+@pytest.mark.parametrize("prefix", ["moesaic:", "vllm:"])
+def test_no_series_comes_twice(prefix: str) -> None:
+    """Neither under the same name, nor under both prefixes, nor with the same values under another name."""
+    meter = Meter()
+    meter.record_arrival(7, 2, now=0.0)
+    meter.record_message(messages.RequestsAdmitted([7], [0.25], [0]), [], 0.25)
+    meter.record_message(QUIET, [output(7, 1, FinishReason.STOP)], 1.0)
+    for now, finish in ((1.0, None), (1.25, None), (3.0, FinishReason.STOP)):
+        cached = RequestOutput(7, 0, "a", [1], finish_reason=finish, num_prompt_tokens=9, num_cached_tokens=4)
+        meter.record_message(QUIET, [cached], now)
+    collector = EngineCollector(lambda: EngineStats(0, WorkerStats()), meter, "m", prefix)
+    families = list(make_registry(collector).collect())
+    names = [family.name.split(":")[1] for family in families]
+    assert len(names) == len(set(names))
+    samples = [
+        (sample.name, *sorted(sample.labels.items())) for family in families for sample in family.samples
+    ]
+    assert len(samples) == len(set(samples))
+    histograms = [
+        tuple(sample.value for sample in family.samples) for family in families if family.type == "histogram"
+    ]
+    assert len(histograms) == len(set(histograms))
+
+
+def test_tokens_and_requests_are_split_as_in_vllm() -> None:
+    meter = Meter()
+    meter.record_arrival(7, 1, now=0.0)
+    stop = FinishReason.STOP
+    meter.record_message(
+        QUIET,
+        [RequestOutput(7, 0, "a", [1], finish_reason=stop, num_prompt_tokens=9, num_cached_tokens=4)],
+        1.0,
+    )
+    stats = WorkerStats(waiting=3, blocks=BlockStats(num_total=20, prefix_hits=4))
+    collector = EngineCollector(lambda: EngineStats(0, stats, 16), meter, "m", "vllm:")
+    families = {family.name: family for family in make_registry(collector).collect()}
+
+    def parts(name: str, label: str) -> dict[str, float]:
+        return {sample.labels[label]: sample.value for sample in families[f"vllm:{name}"].samples}
+
+    by_source = {"local_compute": 5, "local_cache_hit": 4, "external_kv_transfer": 0}
+    assert parts("prompt_tokens_by_source", "source") == by_source
+    assert parts("prompt_tokens_cached_by_source", "source") == {"device": 4}
+    assert parts("num_requests_waiting_by_reason", "reason") == {"capacity": 3, "deferred": 0}
+    [config] = families["vllm:cache_config_info"].samples
+    assert (config.labels["block_size"], config.labels["num_gpu_blocks"], config.value) == ("16", "20", 1)
+    assert meter.request_computed_tokens.total == 5
 
 
 def test_vllms_dashboards_find_their_metrics() -> None:

@@ -65,7 +65,6 @@ def test_metrics_count_what_happened(launch: Launch) -> None:
     for name, count in {
         "time_to_first_token": 3,
         "inter_token_latency": 10,
-        "time_per_output_token": 10,
         "e2e_request_latency": 3,
         "request_queue_time": 3,
         "request_prefill_time": 3,

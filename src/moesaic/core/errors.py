@@ -74,7 +74,8 @@ class ContextLengthError(RequestError):
     def anthropic_message(self) -> str:
         """The error in the words of Anthropic's API."""
         prompt_tokens, new_tokens, limit = self._numbers
-        return f"prompt is too long: {prompt_tokens} tokens > {limit - new_tokens} maximum"
+        bound = "up to " if self._is_bound else ""
+        return f"prompt is too long: {bound}{prompt_tokens} tokens > {limit - new_tokens} maximum"
 
 
 class TemplateError(MoesaicError):

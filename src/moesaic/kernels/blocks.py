@@ -39,7 +39,7 @@ def decode_rows(dtype: str, stored_rows: Bytes) -> Parts:
 
 
 def decode_conversion(dtype: str, stored_rows: Bytes) -> Parts:
-    """Returns what `decode_rows` does, with codes and offsets of the type that `BlockType.conversion` names."""
+    """Returns what `decode_rows` does, with codes and offsets of the type of `BlockType.conversion`."""
     codes, scales, offsets = decode_rows(dtype, stored_rows)
     if not dtype.startswith("int4_g"):
         return codes, scales, offsets

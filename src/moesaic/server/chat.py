@@ -185,13 +185,9 @@ class Reply:
     async def chunks(self, source: Stream) -> AsyncIterator[ChatChunk]:
         """The streamed answer: for each choice its role, its text in pieces and its end; then the usage."""
         async for number, output in source:
-            has_begun = output.index in self._answers
+            if output.index not in self._answers:
+                yield self._first_chunk(output.index)
             deltas = self._take(number, output)
-            if not has_begun:
-                first = self._chunk(output.index, ChatDelta(role="assistant", content=""))
-                if self._body.return_token_ids and len(self._answers) == 1:
-                    first.prompt_token_ids = self._prompt
-                yield first
             logprobs = self._logprobs(output.logprobs or [])
             needs_chunk = (self._body.return_token_ids or output.routes) and output.finish_reason is None
             if not deltas and ((logprobs and logprobs.content) or needs_chunk):
@@ -277,6 +273,13 @@ class Reply:
         if output is not None:
             self._add_tokens(choice, output)
         return self._envelope([choice])
+
+    def _first_chunk(self, index: int) -> ChatChunk:
+        """The chunk with the role, which is sent before the first token is counted."""
+        chunk = self._chunk(index, ChatDelta(role="assistant", content=""))
+        if self._body.return_token_ids and not self._answers:
+            chunk.prompt_token_ids = self._prompt
+        return chunk
 
     def _last_chunk(self, output: RequestOutput) -> ChatChunk:
         assert output.finish_reason is not None

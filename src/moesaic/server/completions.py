@@ -114,16 +114,15 @@ class _Reply:
         self._tally.add(number, output)
         index = number * (self._body.n or 1) + output.index
         first = index not in self._writers
+        echo = self._echo(self._prompts[number]) if first and self._body.echo else None
         if first:
             skip = self._body.skip_special_tokens is not False
-            echoed_prompt = self._prompts[number] if self._body.echo else None
             tokenizer, top = self._service.tokenizer, self._body.count_candidates(self._body.logprobs or 0)
             as_ids = bool(self._body.return_tokens_as_token_ids)
-            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echoed_prompt, as_ids)
-        echo = self._prompts[number] if first and self._body.echo else None
+            self._writers[index] = CompletionLogprobsWriter(tokenizer, top, skip, echo, as_ids)
         choice = CompletionChoice(
             index=index,
-            text=(self._prompt_text(echo) if echo else "") + output.text,
+            text=(echo.text or "" if echo else "") + output.text,
             logprobs=self._logprobs(self._writers[index], echo, output),
             finish_reason=self._finish_reason(output),
             stop_reason=None if self._body.max_tokens == 0 else output.stop_reason,
@@ -150,11 +149,12 @@ class _Reply:
             return None
         return "length" if self._body.max_tokens == 0 else output.finish_reason.value
 
-    def _prompt_text(self, prompt: Prompt) -> str:
+    def _echo(self, prompt: Prompt) -> Prompt:
+        """The prompt with its text. Special tokens that the client sent as ids are a part of it."""
         if prompt.text is not None:
-            return prompt.text
-        skip = self._body.skip_special_tokens is not False
-        return self._service.tokenizer.decode(prompt.token_ids, skip)
+            return prompt
+        skip = prompt.was_text and self._body.skip_special_tokens is not False
+        return replace(prompt, text=self._service.tokenizer.decode(prompt.token_ids, skip))
 
     def _logprobs(
         self, writer: CompletionLogprobsWriter, echo: Prompt | None, output: RequestOutput

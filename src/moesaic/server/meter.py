@@ -120,6 +120,7 @@ class Meter:
         self.inference_time = Distribution(REQUEST_SECONDS)
         self.request_time_per_token = Distribution(TOKEN_SECONDS)
         self.request_prompt_tokens = Distribution(REQUEST_TOKENS)
+        self.request_computed_tokens = Distribution(REQUEST_TOKENS)
         self.request_generation_tokens = Distribution(REQUEST_TOKENS)
         self.longest_generation = Distribution(REQUEST_TOKENS)
         self.step_tokens = Distribution(STEP_TOKENS)
@@ -200,6 +201,7 @@ class Meter:
         if times.tokens > 1:
             self.request_time_per_token.observe((times.last - first) / (times.tokens - 1))
         self.request_prompt_tokens.observe(output.num_prompt_tokens)
+        self.request_computed_tokens.observe(output.num_prompt_tokens - times.cached_tokens)
         self.request_generation_tokens.observe(times.tokens)
         group = self._times[output.request_id]
         del group[output.index]

@@ -6,7 +6,7 @@ Question: Which metrics are there, and how is one added?
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -33,11 +33,13 @@ VLLM_METRICS = frozenset(
         *("prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "request_success"),
         *("corrupted_requests", "spec_decode_num_drafts", "spec_decode_num_draft_tokens"),
         *("spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos"),
-        *("time_to_first_token_seconds", "inter_token_latency_seconds", "time_per_output_token_seconds"),
+        *("time_to_first_token_seconds", "inter_token_latency_seconds", "prompt_tokens_by_source"),
         *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
         *("request_decode_time_seconds", "request_prompt_tokens", "request_generation_tokens"),
         *("request_inference_time_seconds", "request_time_per_output_token_seconds"),
         *("request_max_num_generation_tokens", "iteration_tokens_total", "prompt_tokens_cached"),
+        *("prompt_tokens_cached_by_source", "num_requests_waiting_by_reason", "cache_config_info"),
+        "request_prefill_kv_computed_tokens",
     )
 )
 """Metrics that mean the same as those of this name in vLLM."""
@@ -61,12 +63,15 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        worker, meter = self._stats().worker, self._meter
+        stats, meter = self._stats(), self._meter
+        worker = stats.worker
         usage = worker.blocks.num_used / max(1, worker.blocks.num_total)
         yield self._gauge("num_requests_running", "Requests being computed.", worker.running)
         yield self._gauge("num_requests_waiting", "Requests waiting to be computed.", worker.waiting)
+        yield self._waiting(worker.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         yield self._blocks(worker.blocks)
+        yield self._cache_config(worker.blocks, stats.block_size)
         yield self._states(worker.states)
         queries, hits = worker.blocks.prefix_queries, worker.blocks.prefix_hits
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", queries)
@@ -83,8 +88,11 @@ class EngineCollector(Collector):
         yield self._counter("prompt_tokens", "Prompt tokens processed.", meter.prompt_tokens)
         num_cached = meter.cached_prompt_tokens
         yield self._counter("prompt_tokens_cached", "Those of them found in the prefix cache.", num_cached)
+        yield from self._sources(meter.prompt_tokens, num_cached, hits)
         yield self._counter("generation_tokens", "Tokens generated.", meter.generation_tokens)
-        yield self._successes()
+        reasons = {reason.value: meter.finish_counts[reason] for reason in FinishReason}
+        text = "Requests that ended, by reason."
+        yield self._split("request_success", text, CounterMetricFamily, "finished_reason", reasons)
         yield self._counter(
             "corrupted_requests",
             "Requests that ended because the model's logits were NaN or infinite.",
@@ -96,13 +104,30 @@ class EngineCollector(Collector):
         yield from offload_families(worker.experts, self._model_name)
         yield from self._distributions(meter)
 
+    def _waiting(self, num_requests: int) -> Metric:
+        """Requests by what they wait for, which is always room."""
+        text = "Requests waiting to be computed, by what they wait for."
+        reasons = {"capacity": num_requests, "deferred": 0}
+        return self._split("num_requests_waiting_by_reason", text, GaugeMetricFamily, "reason", reasons)
+
+    def _sources(self, num_tokens: int, num_cached: int, hits: int) -> Iterator[Metric]:
+        """Prompt tokens by where their KV came from, which is never another server's cache."""
+        sources = {
+            "local_compute": num_tokens - num_cached,
+            "local_cache_hit": num_cached,
+            "external_kv_transfer": 0,
+        }
+        text = "Prompt tokens processed, by where their KV came from."
+        yield self._split("prompt_tokens_by_source", text, CounterMetricFamily, "source", sources)
+        text = "Prompt tokens found in the prefix cache, by the memory that had them."
+        name, memories = "prompt_tokens_cached_by_source", {"device": hits}
+        yield self._split(name, text, CounterMetricFamily, "source", memories)
+
     def _distributions(self, meter: Meter) -> Iterator[HistogramMetricFamily]:
         """Histograms of times and of tokens."""
-        itl = meter.inter_token_latency
         for name, text, values in (
             ("time_to_first_token", "Time from arrival to the first token.", meter.time_to_first_token),
-            ("inter_token_latency", "Time between two tokens of a request.", itl),
-            ("time_per_output_token", "The older name of inter_token_latency.", itl),
+            ("inter_token_latency", "Time between two tokens of a request.", meter.inter_token_latency),
             (
                 "request_time_per_output_token",
                 "Mean time between the tokens of an answer that has several.",
@@ -117,6 +142,11 @@ class EngineCollector(Collector):
             yield self._histogram(f"{name}_seconds", f"{text} In seconds.", values)
         for name, text, values in (
             ("request_prompt_tokens", "Prompt tokens of requests that ended.", meter.request_prompt_tokens),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of these that were not found in the prefix cache.",
+                meter.request_computed_tokens,
+            ),
             ("request_generation_tokens", "Tokens that these generated.", meter.request_generation_tokens),
             (
                 "request_max_num_generation_tokens",
@@ -136,6 +166,14 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily("moesaic:kv_blocks", text, labels=["model_name", "state"])
         for state in ("free", "cached", "used"):
             family.add_metric([self._model_name, state], getattr(blocks, f"num_{state}"))
+        return family
+
+    def _cache_config(self, blocks: BlockStats, block_size: int) -> GaugeMetricFamily:
+        """The size of the KV cache as labels, which routers in front of vLLM read."""
+        full, labels, values = self._label_metric("cache_config_info")
+        sizes = {"block_size": block_size, "num_gpu_blocks": blocks.num_total}
+        family = GaugeMetricFamily(full, "The KV cache; always 1.", labels=[*labels, *sizes])
+        family.add_metric([*values, *map(str, sizes.values())], 1)
         return family
 
     def _states(self, states: StateStats) -> GaugeMetricFamily:
@@ -232,18 +270,25 @@ class EngineCollector(Collector):
         family.add_metric(values, value)
         return family
 
+    def _split(
+        self,
+        name: str,
+        text: str,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        label: str,
+        parts: Mapping[str, float],
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        """A metric with a value for each value of `label`."""
+        full, labels, values = self._label_metric(name)
+        family = kind(full, text, labels=[*labels, label])
+        for part, value in parts.items():
+            family.add_metric([*values, part], value)
+        return family
+
     def _histogram(self, name: str, text: str, distribution: Distribution) -> HistogramMetricFamily:
         full, labels, values = self._label_metric(name)
         family = HistogramMetricFamily(full, text, labels=labels)
         family.add_metric(values, distribution.cumulative(), distribution.total)
-        return family
-
-    def _successes(self) -> CounterMetricFamily:
-        full, labels, values = self._label_metric("request_success")
-        text = "Requests that ended, by reason."
-        family = CounterMetricFamily(full, text, labels=[*labels, "finished_reason"])
-        for reason in FinishReason:
-            family.add_metric([*values, reason.value], self._meter.finish_counts[reason])
         return family
 
 

@@ -48,7 +48,9 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None
-    """The text that the client sent; None if it sent token ids."""
+    """The text that the client sent; None if it sent token ids, or if the text was cut."""
+    was_text: bool = False
+    """The client sent a text, so the tokenizer may have added special tokens."""
 
 
 @dataclass(frozen=True)
@@ -225,9 +227,11 @@ def _longest_text(service: Service) -> int:
 
 
 def _prompt(prompt: str | list[int], special: bool, tokenizer: Tokenizer, cut: Truncation) -> Prompt:
-    full_ids = tokenizer.encode(prompt, special) if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, str):
+        return Prompt(cut.apply(prompt), None)
+    full_ids = tokenizer.encode(prompt, special)
     ids = cut.apply(full_ids)
-    return Prompt(ids, prompt if isinstance(prompt, str) and len(ids) == len(full_ids) else None)
+    return Prompt(ids, prompt if len(ids) == len(full_ids) else None, was_text=True)
 
 
 def _with_special_tokens(ids: list[int], tokenizer: Tokenizer) -> list[int]:

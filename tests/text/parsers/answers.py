@@ -365,6 +365,53 @@ DAMAGED = {
         "Think.",
         **GPT,
     ),
+    "harmony final without its message token": Answer(
+        "openai",
+        f'{ANALYSIS}<|start|>assistant<|channel|>final {{"a": "b c"}}<|return|>',
+        (),
+        '{"a": "b c"}',
+        "Think.",
+        **GPT,
+    ),
+    "harmony words without their message token": Answer(
+        "openai", "<|channel|>final Bern it is, I <|end|>say", (), "Bern it is, I say", **GPT
+    ),
+    "harmony call without its message token": Answer(
+        "openai",
+        (ANALYSIS + CALL.format(BERN)).replace("json<|message|>", "json"),
+        WEATHER,
+        "",
+        "Think.",
+        **GPT,
+    ),
+    "harmony call without arguments": Answer(
+        "openai", "<|channel|>commentary to=functions.now<|call|>", (("now", "{}"),), **GPT
+    ),
+    "harmony without a channel": Answer(
+        "openai", "<|message|>Hello there<|return|>", (), "Hello there", **GPT
+    ),
+    "harmony message without a channel": Answer(
+        "openai", f"{ANALYSIS}<|start|>assistant<|message|>Hello<|end|>", (), "Hello", "Think.", **GPT
+    ),
+    "harmony text before its end": Answer("openai", "Hello there<|return|>", (), "Hello there", **GPT),
+    "harmony stopped in a header": Answer(
+        "openai", f"{ANALYSIS}<|start|>assistant<|channel|>commentary to=functions.g", (), "", "Think.", **GPT
+    ),
+    "harmony stopped behind its start": Answer(
+        "openai", f"{ANALYSIS}<|start|>assistant", (), "", "Think.", **GPT
+    ),
+    "reasoning that the prompt closed": Answer(
+        "hermes", "</think>\n\nHello", (), "Hello", reasoning_parser="qwen3"
+    ),
+    "minimax_m3 reasoning that the prompt closed": Answer(
+        "hermes", "\n</mm:think>Hello", (), "Hello", reasoning_parser="minimax_m3"
+    ),
+    "an object as Python writes it": Answer(
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=where>\n{'lat': None, 'of': \"it's\"}\n"
+        "</parameter>\n</function>\n</tool_call>",
+        (("get_weather", '{"where": {"lat": null, "of": "it\'s"}}'),),
+    ),
 }
 """Answers with tags left out or garbled, or with calls inside of open reasoning."""
 
@@ -418,7 +465,7 @@ NO_CALLS = {
         "Hello",
         "<|start|>x",
         "<|channel|>x",
-        "<|start|>assistant hello<|channel|>",
+        "<|start|>assistant hello<|channel|>x",
         " to=x",
         "assistance",
     ),

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moesaic.text.parsers.values import find_parameters, find_types, write_json
 
@@ -48,6 +50,18 @@ def schema(one: Any, **more: Any) -> dict[str, Any]:
         ({}, "plain", '"plain"'),
         ({}, '{"a": 1}', '{"a": 1}'),
         (True, "[1", '"[1"'),
+        ({"type": "array"}, "[{'x': None, 'y': True}, 1.5]", '[{"x": null, "y": true}, 1.5]'),
+        (
+            {"type": "object"},
+            """{'a': 'it\\'s', "b": 'say "x" \\x41', 'c': "True"}""",
+            r"""{"a": "it's", "b": "say \"x\" \u0041", "c": "True"}""",
+        ),
+        ({"type": ["object", "string"]}, "{'a': False}", '{"a": false}'),
+        ({"type": "string"}, "{'a': False}", "\"{'a': False}\""),
+        ({}, "['a']", "\"['a']\""),
+        ({"type": "array"}, "['a', b]", "\"['a', b]\""),
+        ({"type": "array"}, "{'a': 1}", "\"{'a': 1}\""),
+        ({"type": "integer"}, "None", '"None"'),
     ],
 )
 def test_a_value_has_a_type_of_its_schema(one: Any, text: str, found: str) -> None:
@@ -66,3 +80,20 @@ def test_what_no_tool_says_has_no_type() -> None:
 def test_a_schema_that_refers_to_itself_is_looked_at_once() -> None:
     own = {"anyOf": [{"$ref": "#/properties/x"}] * 50 + [{"type": "integer"}]}
     assert find_types(schema(own), "x") == {"integer"}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text("a'\"\\\\\n\t{é", max_size=5),
+        lambda part: (
+            st.lists(part, max_size=3) | st.dictionaries(st.text("a'\"", max_size=3), part, max_size=3)
+        ),
+    )
+)
+def test_what_python_writes_is_read(value: Any) -> None:
+    assert json.loads(write_json(repr([value]), frozenset({"array"}))) == [value]
+
+
+def test_damaged_text_takes_linear_time() -> None:
+    text = "{'" + "\\'" * 100_000
+    assert json.loads(write_json(text, frozenset({"object"}))) == text

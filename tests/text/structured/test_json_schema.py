@@ -10,30 +10,14 @@ from llguidance import LLMatcher
 
 from moesaic.core.errors import RequestError
 from moesaic.core.structured_outputs import StructuredOutputsParams
-from moesaic.testing import byte_tokenizer
+from moesaic.text.structured import refused_part
 from moesaic.text.structured.grammar import check, make_grammar
 from moesaic.text.structured.json_schema import prepare_schema
+from moesaic.text.structured.refused_part import describe_refusal
 from moesaic.text.structured.vocabulary import Vocabulary
 
 OBJECT = {"type": "object"}
 BOOLEANS = {**OBJECT, "additionalProperties": {"type": "boolean"}}
-
-
-@pytest.fixture(scope="module")
-def accepts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that says whether a schema's grammar accepts a JSON text."""
-    tokenizer = byte_tokenizer(tmp_path_factory.mktemp("bytes"), ["</s>"])
-    del tokenizer
-    vocabulary = Vocabulary([*(bytes([byte]) for byte in range(256)), b"</s>"], frozenset([256]))
-    library_tokenizer = vocabulary.build_tokenizer(257, (256,))
-
-    def accept(schema: Any, value: Any) -> bool:
-        grammar = make_grammar(StructuredOutputsParams(json=json.dumps(schema)), {})
-        matcher = LLMatcher(library_tokenizer, grammar, log_level=0)
-        tokens = list(json.dumps(value).encode())
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-    return accept
 
 
 @pytest.mark.parametrize(
@@ -97,6 +81,27 @@ def test_what_is_kept_to(accepts: Any, schema: Any, good: Any, bad: Any) -> None
         ({"$ref": "#"}, "$ref"),
         ({"items": {"$ref": "#/$defs/a"}}, "items.$ref"),
         ({"items": {"$ref": "https://example.org/a"}}, "items.$ref"),
+        ({"properties": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}}, "properties.a.oneOf"),
+        (
+            {"anyOf": [{"type": "null"}, {"type": "array", "items": {"oneOf": [{"minimum": 1}, {}]}}]},
+            "anyOf[1].items.oneOf",
+        ),
+        (
+            {"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}},
+            "$defs.a.oneOf",
+        ),
+        ({"properties": {"a": {"pattern": "("}}}, "properties.a.pattern"),
+        (
+            {"properties": {"a": {"patternProperties": {"^a": {}, "b$": {}}}}},
+            "properties.a.patternProperties",
+        ),
+        ({"properties": {"a": {"multipleOf": 0.0}, "b": {}}}, "properties.a"),
+        ({"properties": {"a": {"enum": []}}}, "properties.a.enum"),
+        ({"properties": {"a": {"minimum": 1e30}}}, "properties.a.minimum"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"n": {"$ref": "#/$defs/a", "minimum": 1}}}}},
+            "$defs.a.properties.n.$ref",
+        ),
     ],
 )
 def test_what_is_not_kept_to_is_refused_by_its_place(schema: Any, place: str) -> None:
@@ -121,3 +126,21 @@ def test_twenty_thousand_choices(accepts: Any) -> None:
     tokens = list(b"option 12345")
     assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
     assert not matcher.is_error()
+
+
+def test_the_place_is_found_among_thousands_of_parts_with_few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties: dict[str, Any] = {f"p{number}": {"type": "string"} for number in range(3000)}
+    properties["p2718"] = {"type": "object", "properties": {"q": {"pattern": "("}}}
+    checks: list[Any] = []
+
+    def is_refused(schema: Any) -> bool:
+        checks.append(schema)
+        return '"("' in json.dumps(schema)
+
+    path, reason = describe_refusal("regex parse error", {"properties": properties}, is_refused)
+    assert path == ".properties.p2718.properties.q.pattern" and "regular expression" in reason
+    assert len(checks) < 20
+    monkeypatch.setattr(refused_part, "MOST_CHECKS", 5)
+    checks.clear()
+    path, _ = describe_refusal("regex parse error", {"properties": properties}, is_refused)
+    assert path == ".properties.p2718" and len(checks) < 20

@@ -67,13 +67,14 @@ class AnswerParser:
 
     def _read(self) -> Steps[None]:
         lead = ""
-        if self._tags is not None and (
-            (yield from self._read_opening(self._tags.open)) or self._in_reasoning
-        ):
-            self._thinking = True
-            yield from self._reasoning(self._tags.close)
-            self._thinking = False
-            lead = "\n"  # newlines behind the closing tag belong to the syntax, not to the content
+        if self._tags is not None:
+            if (yield from self._read_tag(self._tags.open)) or self._in_reasoning:
+                self._thinking = True
+                yield from self._reasoning(self._tags.close)
+                self._thinking = False
+                lead = "\n"  # newlines behind the closing tag belong to the syntax, not to the content
+            elif (yield from self._read_tag(self._tags.close)):  # of reasoning that the prompt closed too
+                lead = "\n"
         if self._calls is not None:
             yield from self._calls.read(self._reader, lead)
             return
@@ -81,7 +82,7 @@ class AnswerParser:
         yield from self._reader.read_until((), content)
         yield from content.flush()
 
-    def _read_opening(self, tag: str) -> Steps[bool]:
+    def _read_tag(self, tag: str) -> Steps[bool]:
         """Read `tag` and white space before it. False if something else stands there, which is not read."""
         self._reader.attempt()
         try:

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.text.parsers.calls import CallParser, Span
 from moesaic.text.parsers.events import Content, Event, MalformedText, Reasoning, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, TrimmedText, read_literal, read_up_to
+from moesaic.text.parsers.reader import (
+    BLANK,
+    Reader,
+    TrimmedText,
+    read_if_next,
+    read_one_of,
+    skip_blank,
+)
 from moesaic.text.parsers.values import Tools
 
-_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
+_CHANNEL, _MESSAGE, _START, _CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
+_CLOSINGS = ("<|end|>", "<|return|>", "<|call|>")
+_ENDS = (*_CLOSINGS, _START, _CHANNEL)
+_SPECIALS = (*_ENDS, _MESSAGE, _CONSTRAIN)
+_CHANNELS = ("analysis", "commentary", "final")
+_SIGNS = BLANK + '<{["'
+"""What ends a word of a header."""
+_LONGEST_WORD = 256
+"""Maximum number of characters of a word in a header, such as a recipient."""
 ANALYSIS = Span("<|channel|>analysis<|message|>", _ENDS, can_repeat=True)
 """Where gpt-oss reasons."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What stands before the text of a message. Both are empty where the model left them out."""
+
+    channel: str = ""
+    recipient: str = ""
 
 
 class Harmony(CallParser):
@@ -25,8 +47,8 @@ class Harmony(CallParser):
     with the text.
     """
 
-    marks: ClassVar = (_START, _CHANNEL)
-    other_marks: ClassVar = (*_ENDS[:3], _MESSAGE, "<|constrain|>")
+    marks: ClassVar = (*_ENDS, _MESSAGE)
+    other_marks: ClassVar = (_CONSTRAIN,)
 
     def __init__(self, tools: Tools | None = (), reasoning: bool = True) -> None:
         super().__init__(tools or ())
@@ -42,42 +64,30 @@ class Harmony(CallParser):
         while True:
             reader.attempt()
             try:
-                channel, recipient = yield from self._header(reader, mark)
+                header = yield from _read_header(reader, mark)
             except MalformedText:
                 reader.fail()
                 yield from self._content(mark) if mark else []
             else:
                 reader.succeed()
                 self._content.drop()
-                mark = yield from self._body(reader, channel, recipient)
-                if mark in self.marks:
+                mark = "" if header is None else (yield from self._body(reader, header))
+                if mark in (_START, _CHANNEL):
                     continue
             mark = yield from reader.read_until(self.marks, self._content)
             if not mark:
                 yield from self._content.flush()
                 return
+            mark = "" if mark in _CLOSINGS else mark  # it ends no message, and is no text of one
 
-    def _header(self, reader: Reader, mark: str) -> Steps[tuple[str, str]]:
-        """Channel and recipient of the next message, whose first special token may be read: `mark`."""
-        words = ""
-        if mark != _CHANNEL:
-            words = yield from _words(reader)
-            yield from read_literal(reader, _CHANNEL)
-        head = yield from read_up_to(reader, _MESSAGE)
-        # A model may begin a second channel before its message: that one counts.
-        channel = re.match(r"\s*(\w*)", head.rpartition(_CHANNEL)[2])
-        recipient = re.search(r"\bto=([^\s<]+)", f"{words} {head}")
-        assert channel is not None
-        return channel[1], recipient[1] if recipient else ""
-
-    def _body(self, reader: Reader, channel: str, recipient: str) -> Steps[str]:
+    def _body(self, reader: Reader, header: _Header) -> Steps[str]:
         """Read a message up to its end, which is returned."""
-        name = recipient.removeprefix("functions.")
-        if self._calls and name and (name != recipient or name in self._names):
+        name = header.recipient.removeprefix("functions.")
+        if self._calls and name and (name != header.recipient or name in self._names):
             call = self._begin(name)
             yield from self._announce(call)
             return (yield from self._raw(reader, call, _ENDS, text_end=True))
-        self.thinking = channel == "analysis"
+        self.thinking = header.channel == "analysis"
         kind = Reasoning if self.thinking and self._splits else Content
         trimmed_text, first = TrimmedText(kind), self._texts.get(kind, 0) > 0
 
@@ -94,8 +104,106 @@ class Harmony(CallParser):
         return mark
 
 
-def _words(reader: Reader) -> Steps[str]:
-    """What may stand before a channel: the role and a recipient. Raises Malformed at any other word."""
+def _read_header(reader: Reader, mark: str) -> Steps[_Header | None]:
+    """The header of the next message, whose first special token may be read: `mark`.
+
+    None: the text ends within it. Raises MalformedText if it is none.
+    """
+    recipient = ""
+    if mark not in (_CHANNEL, _MESSAGE):
+        words = yield from _read_role(reader)
+        if words is None:
+            if mark:
+                return None
+            raise MalformedText
+        recipient = next((word[3:] for word in words if word.startswith("to=")), "")
+        mark = yield from read_one_of(reader, _CHANNEL, _MESSAGE)
+    return _Header("", recipient) if mark == _MESSAGE else (yield from _read_head(reader, recipient))
+
+
+def _read_head(reader: Reader, recipient: str) -> Steps[_Header | None]:
+    """A header behind the token of its channel. `recipient` may stand before that token.
+
+    The text of a message begins behind <|message|>. Where that is missing, the text begins with the first
+    word that is no part of a header.
+    """
+    channel, is_typed = "", False
+    while True:
+        character = yield from _read_visible(reader)
+        special = (yield from _read_special(reader)) if character == "<" else ""
+        if special == _MESSAGE:
+            return _Header(channel, recipient)
+        if special == _CHANNEL:  # a model may begin a second channel before its message: that one counts
+            channel = ""
+        elif special == _CONSTRAIN:
+            is_typed = True
+        elif not character and any(name.startswith(channel) for name in _CHANNELS):
+            return None
+        elif not channel:
+            channel = yield from _read_word(reader, character)
+        elif channel not in _CHANNELS:
+            raise MalformedText
+        elif special:
+            reader.unread(special)
+            return _Header(channel, recipient)
+        else:
+            word = yield from _read_word(reader, character)
+            if word.startswith("to="):
+                recipient = word.removeprefix("to=")
+            elif not word or not (is_typed or recipient or (yield from _is_before_special(reader))):
+                reader.unread(word or character)
+                return _Header(channel, recipient)
+        if not (channel or special):
+            raise MalformedText
+
+
+def _read_visible(reader: Reader) -> Steps[str]:
+    """The next character that is no white space. Empty at the end."""
+    while (character := (yield from reader.character())) and character in BLANK:
+        pass
+    return character
+
+
+def _read_special(reader: Reader) -> Steps[str]:
+    """A special token whose first character is read. Empty if it is none; then nothing more is read."""
+    reader.unread("<")
+    special = yield from read_if_next(reader, *_SPECIALS)
+    if not special:
+        yield from reader.character()
+    return special
+
+
+def _read_word(reader: Reader, first: str) -> Steps[str]:
+    """Letters from `first` to white space or a sign with which a text or a token begins.
+
+    Empty if another thing begins with `first`.
+    """
+    word = ""
+    character = first
+    while character and character not in _SIGNS:
+        word += character
+        if len(word) > _LONGEST_WORD:
+            reader.unread(word[1:])
+            return ""
+        character = yield from reader.character()
+    if word:
+        reader.unread(character)
+    return word
+
+
+def _is_before_special(reader: Reader) -> Steps[bool]:
+    """Whether the next thing but white space is a special token. Nothing is read."""
+    blank = yield from skip_blank(reader)
+    special = yield from read_if_next(reader, *_SPECIALS)
+    reader.unread(blank + special)
+    return bool(special)
+
+
+def _read_role(reader: Reader) -> Steps[list[str] | None]:
+    """What may stand before a channel: the role and a recipient. None: the text ends there.
+
+    Raises MalformedText at any other word.
+    """
     words: list[str] = []
     word = ""
     while True:
@@ -109,8 +217,8 @@ def _words(reader: Reader) -> Steps[str]:
             raise MalformedText
         words.append(word)
         word = ""
+        if not character:
+            return None
         if character == "<":
             reader.unread(character)
-            return " ".join(words)
-        if not character:
-            raise MalformedText
+            return words

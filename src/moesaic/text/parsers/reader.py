@@ -154,16 +154,19 @@ def read_literal(reader: Reader, text: str) -> Steps[None]:
             raise MalformedText
 
 
-def read_if_next(reader: Reader, text: str) -> Steps[bool]:
-    """Read `text` if it comes next, and nothing otherwise. Use it within an attempt."""
+def read_if_next(reader: Reader, *texts: str) -> Steps[str]:
+    """Read one of `texts` if it comes next, and return it. Else nothing is read, and the result is empty.
+
+    None of them begins another. Use it within an attempt.
+    """
     read = ""
-    while read != text:
+    while read not in texts:
         character = yield from reader.character()
         read += character
-        if not character or not text.startswith(read):
+        if not character or not any(text.startswith(read) for text in texts):
             reader.unread(read)
-            return False
-    return True
+            return ""
+    return read
 
 
 def read_up_to(reader: Reader, mark: str, forbidden: str = "") -> Steps[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -19,6 +20,11 @@ _TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",),
     type(None): ("null",),
 }
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+_PYTHON_TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|\b(?:True|False|None)\b""", re.DOTALL)
+"""Strings and constants as Python writes them, and escapes outside of them, for linear time."""
+_PYTHON_SIGNS = re.compile(r'\\.|"', re.DOTALL)
 
 
 def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
@@ -51,20 +57,38 @@ def write_json(text: str, types: frozenset[str]) -> str:
     """The JSON of an argument that was written as `text`: JSON of one of the types, else a string.
 
     Examples: "42" of type integer -> 42; "42" of type string -> "42"; "yes" of type boolean -> "yes", which
-    the caller of the tool may refuse; "True" of type boolean -> true.
+    the caller of the tool may refuse; "True" of type boolean -> true; "{'a': None}" of type object ->
+    {"a": null}.
     """
     stripped_text = text.strip()
     if types == {"string"}:
         return json.dumps(text, ensure_ascii=False)
-    if stripped_text in ("True", "False", "None") and types & {"boolean", "null"}:
-        stripped_text = {"True": "true", "False": "false", "None": "null"}[stripped_text]
-    try:
-        value = json.loads(stripped_text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    if types and not types.intersection(_TYPES[type(value)]):
-        return json.dumps(text, ensure_ascii=False)
-    return stripped_text
+    if stripped_text in _CONSTANTS and types & {"boolean", "null"}:
+        stripped_text = _CONSTANTS[stripped_text]
+    candidates = [stripped_text]
+    if types & {"array", "object"} and stripped_text[:1] in ("[", "{"):
+        candidates.append(_PYTHON_TOKENS.sub(_translate_token, stripped_text))
+    for candidate in candidates:
+        try:
+            value = json.loads(candidate, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            continue
+        if not types or types.intersection(_TYPES[type(value)]):
+            return candidate
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _translate_token(match: re.Match[str]) -> str:
+    """A string or a constant of Python as JSON writes it. A string of JSON is one of Python too."""
+    token = match[0]
+    if token[0] == "\\":
+        return token
+    return _CONSTANTS.get(token) or f'"{_PYTHON_SIGNS.sub(_translate_sign, token[1:-1])}"'
+
+
+def _translate_sign(match: re.Match[str]) -> str:
+    """An escape of Python, or a quotation mark, inside of a string of JSON."""
+    return {'"': '\\"', "\\'": "'", "\\x": "\\u00"}.get(match[0], match[0])
 
 
 def _own_types(schema: Mapping[str, Any]) -> set[str]:

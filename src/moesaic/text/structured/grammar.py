@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from moesaic.core.errors import RequestError
 from moesaic.core.structured_outputs import StructuredOutputsParams
 from moesaic.text.structured.json_schema import SchemaError, prepare_schema
+from moesaic.text.structured.refused_part import describe_refusal
 from moesaic.text.structured.vocabulary import Vocabulary
 
 WHITESPACE = r"(\n[ \t]{0,20}| ?)"
@@ -84,11 +85,27 @@ def check(params: StructuredOutputsParams, special: Mapping[str, int]) -> None:
     It takes up to some hundred milliseconds for a large form. special: as in `make_grammar`.
     """
     tokenizer = _bytes_and(tuple(special.items()))
-    error, messages = LLMatcher.validate_grammar_with_warnings(
-        make_grammar(params, special), tokenizer, limits=limits()
-    )
-    if error:
-        raise _make_error(params.kind, messages[0])
+    error = _find_error(make_grammar(params, special), tokenizer)
+    if error is None:
+        return
+    if params.kind != "json" or params.around:
+        raise _make_error(params.kind, error)
+
+    def is_refused(part: Any) -> bool:
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(_schema(part, params))
+        except SchemaError:  # a reference leads out of the part
+            return False
+        return _find_error(grammar, tokenizer) is not None
+
+    path, reason = describe_refusal(error, _parse_json("json", getattr(params, params.kind)), is_refused)
+    raise _make_error("json", f"at {path[1:]}: {reason}" if path else reason)
+
+
+def _find_error(grammar: str, tokenizer: LLTokenizer) -> str | None:
+    """What the library says against a grammar. None: nothing."""
+    error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer, limits=limits())
+    return messages[0] if error else None
 
 
 def limits() -> LLParserLimits:

@@ -1,0 +1,94 @@
+"""The clients that the pages show, against the server that they name: `moesaic serve demo`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moesaic.models.files import resolve
+from moesaic.text.parsers.table import detect_formats
+from moesaic.text.tokenizer import Tokenizer
+from tests.test_serve_tools import client_of
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+def list_curls() -> Iterator[list[str]]:
+    """The words of each command of curl in the pages."""
+    for page in PAGES:
+        for block in re.findall(
+            r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        ):
+            if re.search(r"^curl ", block, re.MULTILINE):
+                for command in re.split(r"^(?=curl )", block, flags=re.MULTILINE):
+                    yield from (
+                        [shlex.split(command.replace("\\\n", " "))] if command.startswith("curl ") else []
+                    )
+
+
+def has_called(answer: dict[str, Any]) -> bool:
+    """Whether an answer of any API has a call of get_weather with arguments of its schema."""
+    calls = [item for item in (*answer.get("content", ()), *answer.get("output", ())) if "name" in item]
+    calls += [
+        call["function"] for choice in answer.get("choices", ()) for call in choice["message"]["tool_calls"]
+    ]
+    if not calls or any(call["name"] != "get_weather" for call in calls):
+        return False
+    arguments = calls[0].get("input") or json.loads(calls[0]["arguments"])  # a later call may be cut
+    return arguments["city"] in ("Bern", "Basel")
+
+
+@pytest.mark.slow
+def test_every_curl_of_the_pages_is_answered() -> None:
+    curls = list(list_curls())
+    assert {word.removeprefix("http://localhost:8000") for _, word, *_ in curls} >= {
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+    }
+    with client_of() as (client, _):
+        server = str(client.base_url).removesuffix("/v1/")
+        for _, url, header_flag, header, data_flag, data in curls:
+            assert (header_flag, header, data_flag) == ("-H", "Content-Type: application/json", "-d")
+            assert url.startswith("http://localhost:8000/")
+            answer = httpx.post(
+                url.replace("http://localhost:8000", server),
+                content=data,
+                headers={"Content-Type": "application/json"},
+                timeout=120,
+                trust_env=False,
+            )
+            assert answer.status_code == 200, (url, answer.text)
+            assert "tools" not in json.loads(data) or has_called(answer.json()), answer.text
+
+
+def test_the_demos_template_is_as_ever_without_tools_and_takes_them() -> None:
+    tokenizer = Tokenizer(resolve("demo"))
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi "},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "1 + 1"},
+    ]
+    assert tokenizer.decode(tokenizer.chat(messages), False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <|im_end|>\n"
+        "<|im_start|>assistant\nYes?<|im_end|>\n<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
+    )
+    formats = detect_formats(tokenizer.chat_template)
+    assert (formats.calls, formats.takes_tools, formats.reasoning) == ("hermes", True, None)
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "12"}]
+    text = tokenizer.decode(tokenizer.chat(messages, tools=[TOOL]), False)
+    assert json.dumps(TOOL) in text
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>' in text
+    assert text.endswith("<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n")
