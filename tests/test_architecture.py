@@ -213,6 +213,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         "core.gpu_parts",
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
         "policy.fleet.silence",
+        "policy.fleet.health",  # what an outage means for users
         "policy.fleet.nodes",  # where Ray should start a process
         *("policy.placement.around_homes", "policy.placement.dispatch"),
         "policy.placement.spreading",  # how many experts have all of their copies on one host
@@ -227,6 +228,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),  # what a process of another host is started with
         "cluster.joining.enlisting",  # the instruction sets of this host
         "models.fingerprint",  # whether a process that joins has the same checkpoint
+        "models.file_state",  # whether its files are those of the start
     ),
     # joins a cluster as one role or the other
     "cluster.joining": (

@@ -143,6 +143,8 @@ def test_json_carries_every_setting() -> None:
         ("--timeout-header", lambda: ConnectionConfig(timeout_header=0)),
         ("--timeout-body", lambda: ConnectionConfig(timeout_body=float("inf"))),
         ("--timeout-keep-alive", lambda: ConnectionConfig(timeout_keep_alive=-1)),
+        ("--shutdown-timeout", lambda: ConnectionConfig(shutdown_timeout=0)),
+        ("--unavailable-timeout", lambda: ClusterConfig(attention_workers=2, unavailable_timeout=0)),
         ("--max-connections", lambda: ConnectionConfig(max_connections=0)),
     ],
 )

@@ -39,6 +39,7 @@ WITHOUT_A_PANEL = {
         "kv_received_tokens",
         "kv_transfer_seconds",
         "kv_transfer_early_bytes",
+        "available",
         "paced_runs",
         "paced_late_runs",
         "refused_connections",

@@ -104,6 +104,7 @@ ODD_PATHS = (
         "/openapi.json",
         "/metrics?name[]=x",
         "/ping",
+        "/live",
     ),
     *("/v1/completions;x", "/v1/./models", "/v1/models#x", "/scale%5felastic_ep", "/health%00"),
 )

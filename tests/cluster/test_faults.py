@@ -123,7 +123,7 @@ def test_a_process_that_keeps_dying_ends_the_service_with_a_message() -> None:
     with cluster(attention_workers=1, expert_servers=1) as served:
         killed: set[int] = set()
         deadline = time.monotonic() + 240
-        while "keeps dying" not in served.supervisor.describe_end():
+        while "keep dying" not in served.supervisor.describe_end():
             assert time.monotonic() < deadline
             server = served.supervisor.status()[1]
             if server.stage == "serving" and server.pid is not None and server.pid not in killed:

@@ -81,7 +81,7 @@ def test_a_process_that_joined_is_disconnected() -> None:
             {"child": None, "stage": Stage.WAITING},
             f"{NAME} has no process now: it is waiting to be restarted",
         ),
-        ({"deaths": [99.0] * 5}, f"{NAME} died 5 times within 60 s; one more death would end the service"),
+        ({"deaths": [99.0] * 5}, f"{NAME} died 5 times within 60 s; one more death could end the service"),
         ({"is_external": True, "stage": Stage.STARTING}, f"{NAME} does not serve yet: it is starting"),
     ],
 )

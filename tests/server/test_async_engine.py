@@ -201,3 +201,53 @@ async def test_how_the_worker_ended_is_asked(tokenizer: Tokenizer) -> None:
     worker.connection.close()
     await asyncio.wait_for(front.worker_ended.wait(), 60)
     assert front.engine.dead == "killed by signal 9"
+
+
+OUTAGE = messages.Outage("no attention worker serves")
+
+
+async def test_an_outage_ends_what_has_no_token_and_refuses_what_comes(pair: Pair) -> None:
+    begun = pair.front.generate(pair.ids("x"), FOREVER)
+    assert isinstance(await anext(begun), RequestOutput)
+    pair.worker.open.clear()
+    waiting = asyncio.create_task(pair.text("x"))
+    await eventually(lambda: len(pair.worker.seen) == 2)
+    pair.worker.connection.send(OUTAGE)
+    with pytest.raises(NotServingError, match="requests are not computed now: no attention worker") as told:
+        await asyncio.wait_for(waiting, 5)
+    assert told.value.code == "unavailable" and told.value.retry_after
+    with pytest.raises(NotServingError, match="no attention worker"):
+        pair.front.require_serving()
+    pair.front.require_loaded()
+    await eventually(lambda: pair.worker.cancelled == [1])
+    pair.worker.connection.send(messages.Outage(""))
+    pair.worker.open.set()
+    await eventually(lambda: not pair.front._outage.reason)
+    assert await pair.text("say:a") == "a"
+    assert isinstance(await anext(begun), RequestOutput), "an answer that has begun waits"
+    await begun.aclose()  # type: ignore[attr-defined]
+
+
+async def test_an_outage_without_a_replacement_ends_begun_answers_too(pair: Pair) -> None:
+    begun = pair.front.generate(pair.ids("x"), FOREVER)
+    await anext(begun)
+    pair.worker.open.clear()
+    pair.worker.connection.send(messages.Outage("no attention worker serves", ends_begun_answers=True))
+    with pytest.raises(NotServingError, match="no attention worker"):
+        while True:
+            await asyncio.wait_for(anext(begun), 5)
+    assert pair.front.engine.num_unfinished == 0
+
+
+async def test_a_drain_ends_within_its_limit(pair: Pair) -> None:
+    begun = pair.front.generate(pair.ids("x"), FOREVER)
+    await anext(begun)
+    pair.worker.open.clear()
+    waiting = asyncio.create_task(pair.text("x"))
+    await eventually(lambda: len(pair.worker.seen) == 2)
+    await asyncio.wait_for(pair.front.drain(0.05), 5)
+    for answer in (waiting, asyncio.create_task(anext(begun))):
+        with pytest.raises(NotServingError, match=r"the answer had not ended after 0.05 s \(--shutdown-t"):
+            while True:
+                await asyncio.wait_for(answer, 5)
+                answer = asyncio.create_task(anext(begun))

@@ -28,6 +28,7 @@ OPERATIONS = {
     ("GET", "/v1/models/{model_id}"),
     ("GET", "/health"),
     ("GET", "/ping"),
+    ("GET", "/live"),
     ("GET", "/metrics"),
     ("GET", "/version"),
     ("GET", "/v1/fault_tolerance/status"),

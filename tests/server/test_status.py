@@ -38,6 +38,7 @@ def test_importing_the_server_needs_no_torch() -> None:
 
 def test_health_version_and_models(live: Live) -> None:
     assert live.get("/health").json() == live.get("/ping").json() == {"status": "ok"}
+    assert live.get("/live").json() == {"status": "ok"}
     assert live.get("/version").json() == {"version": "1.2.3"}
     models = live.openai.models.list().data
     assert [(model.id, model.owned_by) for model in models] == [(MODEL, "moesaic")]

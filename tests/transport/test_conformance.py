@@ -76,6 +76,7 @@ EVERY_MESSAGE: list[messages.Message] = [
     messages.Ready(INFO, "a.b.c", b"\0name"),
     messages.RequestsAdmitted([7], [0.25], [16]),
     messages.RequestsMoved([0, 7]),
+    messages.Outage("no attention worker serves", True),
     messages.Tokens([7, 8], [11, 12], [None, FinishReason.STOP], [LOGPROB, None]),
     messages.PromptLogprobs(7, 1, [TokenLogprob(2, -1.0, [])]),
     messages.Stats(WorkerStats(running=1, blocks=BlockStats(num_total=8, num_free=8))),

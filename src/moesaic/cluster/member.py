@@ -77,14 +77,27 @@ class RestartRule:
     long."""
     longest_delay: float = 10.0
     max_deaths: int = 6
-    """Number of deaths within `window` seconds after which the supervisor gives up."""
+    """Number of deaths within a window after which a process keeps dying."""
     window: float = 60.0
+    """Least seconds of that window. It grows with the time of a start, so that slow starts count too."""
 
-    def delay(self, deaths: int) -> float | None:
-        """Seconds until the next start after so many deaths within `window`; None: there is none."""
+    def delay(self, deaths: int, start_seconds: float = 0.0) -> float | None:
+        """Seconds until the next start after so many deaths within a window; None: it keeps dying.
+
+        start_seconds: how long the last start took. Slow starts are repeated more slowly.
+        """
         if deaths >= self.max_deaths:
             return None
-        return 0.0 if deaths < 2 else min(self.longest_delay, self.first_delay * 2 ** (deaths - 2))
+        first_delay = max(self.first_delay, start_seconds / 4)
+        return 0.0 if deaths < 2 else min(self.last_delay(start_seconds), first_delay * 2 ** (deaths - 2))
+
+    def last_delay(self, start_seconds: float = 0.0) -> float:
+        """The longest time until the next start of a process whose starts take so long."""
+        return max(self.longest_delay, 2 * start_seconds)
+
+    def window_for(self, start_seconds: float) -> float:
+        """Seconds within which deaths of a process count whose starts take so long."""
+        return max(self.window, 2 * self.max_deaths * start_seconds)
 
 
 @dataclass
@@ -119,6 +132,12 @@ class Member:
     """Host of its process (`transport.host`), if that is not the supervisor's own."""
     last_seen: float = 0.0
     """Time of the last message, on the supervisor's clock."""
+    start_time: float = 0.0
+    """When its process was started, on the supervisor's clock."""
+    start_seconds: float = 0.0
+    """Seconds from the start of its last process until it served or died."""
+    served_incarnation: int = 0
+    """The last incarnation that has served."""
     deaths: list[float] = field(default_factory=list)
     """Times of the deaths that still count for the restart rule."""
     all_deaths: int = 0
@@ -126,6 +145,9 @@ class Member:
     last_failure: str | None = None
     complaint: str | None = None
     """Why it could not carry out its last message; None if it could."""
+    refusal: str | None = None
+    """Why its last process refused to start, such as a file that is missing. None: it did not, or another
+    one has served since."""
     endpoint: Endpoint = NO_ENDPOINT
     """The endpoint at which clients connect to a server, once it is known."""
     last_hold: int = -1
@@ -188,16 +210,38 @@ class Member:
     def record_death(self, reason: str, now: float, rule: RestartRule) -> bool:
         """Records that its process ended. Returns False if it must not be restarted: it died too often, or it
         is leaving."""
+        if self.stage is Stage.STARTING:
+            self.start_seconds = now - self.start_time
         self.last_failure, self.child, self.is_suspected = reason, None, False
         self.all_deaths += 1
-        self.deaths = [death for death in self.deaths if now - death < rule.window] + [now]
+        is_crash = self.refusal is None or self.on_trial
+        self.deaths = [*self._recent_deaths(now, rule), *([now] if is_crash else [])]
         if self.is_external or self.stage is Stage.DRAINING:
             self.stage = Stage.STOPPED
             return False
         self.stage = Stage.WAITING
-        delay = rule.delay(len(self.deaths))
-        self.restart_at = now + (delay or 0.0)
+        if not is_crash:
+            self.restart_at = now + rule.last_delay(self.start_seconds)
+            return True
+        delay = rule.delay(len(self.deaths), self.start_seconds)
+        self.restart_at = now + (rule.last_delay(self.start_seconds) if delay is None else delay)
         return delay is not None
+
+    def record_service(self, now: float) -> bool:
+        """Records that its process serves. Returns whether that is new."""
+        if self.stage is not Stage.SERVING or self.served_incarnation == self.incarnation:
+            return False
+        self.served_incarnation, self.refusal = self.incarnation, None
+        self.start_seconds = now - self.start_time
+        return True
+
+    def keeps_dying(self, now: float, rule: RestartRule) -> bool:
+        """Whether its processes died as often of late as processes of a member may."""
+        return len(self._recent_deaths(now, rule)) >= rule.max_deaths
+
+    def _recent_deaths(self, now: float, rule: RestartRule) -> list[float]:
+        window = rule.window_for(self.start_seconds)
+        return [death for death in self.deaths if now - death < window]
 
 
 def explain_misfit(member: Member, ready: Ready, other_workers: Iterable[WorkerInfo | None]) -> str | None:

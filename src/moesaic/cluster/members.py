@@ -130,6 +130,11 @@ class Members:
             self.launcher.set_address(listener.address)
         self.request_hosts(len(self.servers), len(self.workers), len(self.prefill_workers))
 
+    def set_checkpoint_stamp(self, stamp: str) -> None:
+        """Sets the stamp of the files that processes must find."""
+        self._worker_config = replace(self._worker_config, checkpoint_stamp=stamp)
+        self._settings = self._settings.with_checkpoint_stamp(stamp)
+
     def request_hosts(self, servers: int, workers: int, prefill: int) -> None:
         """Asks for hosts for these numbers of processes."""
         self.launcher.request_hosts({Role.SERVER: servers, Role.WORKER: workers, Role.PREFILL: prefill})
@@ -308,7 +313,7 @@ class Members:
     def _listen(self, member: Member, child: Process) -> None:
         member.stage, member.incarnation = Stage.STARTING, member.incarnation + 1
         member.child, member.settled_version, member.complaint = child, -1, None
-        member.last_seen = self._clock()
+        member.last_seen = member.start_time = self._clock()
         arguments = (member, member.incarnation, child)
         reader = threading.Thread(target=self._read, args=arguments, name=member.name, daemon=True)
         member.reader = reader

@@ -36,6 +36,10 @@ class Settings:
         self.prefill = prefill
         """Whether there are prefill workers."""
 
+    def with_checkpoint_stamp(self, stamp: str) -> Settings:
+        """These settings for a checkpoint whose files have another stamp."""
+        return Settings(replace(self._worker, checkpoint_stamp=stamp), self.prefill)
+
     def worker_config(self, member: Member) -> WorkerConfig:
         """The settings of a worker of either role."""
         if not self.prefill:

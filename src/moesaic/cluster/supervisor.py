@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from moesaic.cluster.change_queue import ChangeQueue
+from moesaic.cluster.checkpoint_watch import CheckpointWatch, Verdict
 from moesaic.cluster.dispatching import choose_dispatch
 from moesaic.cluster.failures import Failures
 from moesaic.cluster.host_transport import choose_transport
@@ -41,6 +42,7 @@ from moesaic.cluster.publishing import Publisher, union
 from moesaic.cluster.recovery import recover
 from moesaic.cluster.report import counters, describe_pace, layer_locality, layer_replicas, process_status
 from moesaic.cluster.router import Router
+from moesaic.cluster.service_health import ServiceHealth
 from moesaic.cluster.settings import make_worker_config
 from moesaic.cluster.suspicion import Lateness, Suspicion
 from moesaic.cluster.trust import Trust
@@ -52,6 +54,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.placement import Placement
+from moesaic.policy.fleet.health import State
 from moesaic.trace.live_routing import LiveRouting
 from moesaic.transport.secret import create_secret
 
@@ -94,11 +97,7 @@ class Supervisor:
         self._suspicion = Suspicion(self._publisher, router)
         self._failures, self._lateness = Failures(), Lateness(FROZEN_SECONDS / 5)
         self._note = self._failures.note
-        live = (
-            None
-            if routing is None
-            else LivePlacement.from_cluster(routing, cluster, self._placement_file, clock())
-        )
+        live = self._make_live_placement(routing)
         self._changes = ChangeQueue(
             self._members, self._publisher, router, cluster, clock, self._note, live, self._links
         )
@@ -108,6 +107,10 @@ class Supervisor:
         self._watchdog = Watchdog(self._loop, self._resume, self._fault, self._give_up, clock)
         model = Path(worker.model.model)
         self._trust = Trust(model, self._members, self._publisher, self._note, clock)
+        self._health = ServiceHealth(self._members, self._publisher, router, self._note, cluster)
+        self._checkpoint_watch = self._make_checkpoint_watch(model, worker.checkpoint_stamp)
+        self._checkpoint_obstacle: str | None = None
+        """Why no process of this host can load the checkpoint. None: one can."""
         self._newcomers: Newcomers | None = None
         if cluster.cluster_address is not None:
             listening = cluster.cluster_address, self._secret, model
@@ -126,6 +129,8 @@ class Supervisor:
         for member in self._members.clients:
             self._members.spawn_worker(member)
         self._watchdog.start()
+        if self._checkpoint_watch is not None:
+            self._checkpoint_watch.start()
 
     def stop(self) -> None:
         """Ends every process."""
@@ -136,7 +141,25 @@ class Supervisor:
         if self._newcomers is not None:
             self._newcomers.close()
         self._trust.weights.close()
+        if self._checkpoint_watch is not None:
+            self._checkpoint_watch.stop()
         self._members.stop()
+
+    def _make_live_placement(self, routing: LiveRouting | None) -> LivePlacement | None:
+        """The placement that follows live routing. None without --rebalance routing."""
+        if routing is None:
+            return None
+        return LivePlacement.from_cluster(routing, self._cluster, self._placement_file, self._clock())
+
+    def _make_checkpoint_watch(self, model: Path, stamp: str) -> CheckpointWatch | None:
+        """The watch over the checkpoint's files. None if processes of this host load none."""
+        if not stamp or self._members.launcher.is_remote:
+            return None
+
+        def report(verdict: Verdict) -> None:
+            self._members.inbox.put(lambda: self._apply_verdict(verdict))
+
+        return CheckpointWatch(model, stamp, report)
 
     # ---- called by other threads
 
@@ -211,6 +234,8 @@ class Supervisor:
             hosts=self._links.hosts(),
             links=self._links.links(),
             watched=members.is_supervised,
+            health=self._health.health.state.value,
+            outage=self._health.health.reason,
         )
 
     def load(self) -> ClusterLoad | None:
@@ -309,12 +334,18 @@ class Supervisor:
             ):
                 self._router.tell(message)
             case messages.WorkerFailed():
-                member.complaint = message.error
-                self._note(f"{member.name}: {message.error}")
+                self._record_failure(member, message)
             # All workers load the same files, so the progress of the first one stands for all.
             case messages.Loading() if member.number == 0 and member.role is Role.WORKER:
                 self._router.tell(message)
         self._announce()
+
+    def _record_failure(self, member: Member, message: messages.WorkerFailed) -> None:
+        """Records why a process could not do what it was told. It leaves if that was its first task."""
+        member.complaint = message.error
+        self._note(f"{member.name}: {message.error}")
+        if message.user_error and member.stage is Stage.STARTING and not member.is_external:
+            member.refusal = message.error
 
     def _tick(self, now: float) -> None:
         # If the inbox is not empty, this thread was late, not the process.
@@ -330,9 +361,20 @@ class Supervisor:
             self._run_safely(
                 partial(self._trust.weights.tick, member, partial(union, member.number, placements))
             )
+        if self._has_announced:
+            self._run_safely(partial(self._look_at_health, now))
+
+    def _look_at_health(self, now: float) -> None:
+        """Ends the service if nothing can be served any more, and nobody else can take over."""
+        is_supervised = self._members.is_supervised
+        obstacle = self._checkpoint_obstacle if is_supervised else NO_SUPERVISOR
+        health = self._health.look(now, self._rule, obstacle)
+        if health.state is State.END or not (is_supervised or health.state is State.SERVING):
+            self._end(health.reason)
 
     def _check(self, member: Member, has_read_all: bool, now: float) -> None:
-        if member.stage is Stage.WAITING and now >= member.restart_at and self._end_reason is None:
+        may_start = self._end_reason is None and self._checkpoint_obstacle is None
+        if member.stage is Stage.WAITING and now >= member.restart_at and may_start:
             self._spawn(member)
         unread = member.reader is not None and not member.reader.is_alive()
         if has_read_all and unread and member.child is not None:  # a thread ended before it handled that
@@ -346,6 +388,21 @@ class Supervisor:
             self._note(f"{member.name} sent nothing for {FROZEN_SECONDS:g} s: killing it")
             member.child.kill()
             member.last_seen = now
+
+    def _apply_verdict(self, verdict: Verdict) -> None:
+        """Starts no process while the checkpoint's files are missing or changed."""
+        self._checkpoint_obstacle = verdict.obstacle
+        if verdict.obstacle is None:
+            self._note("the checkpoint can be loaded again")
+            self._members.set_checkpoint_stamp(verdict.stamp)
+            for member in self._members.all_members:  # those that refused it need not wait any more
+                member.restart_at = min(member.restart_at, self._clock())
+            return
+        self._note(f"no process is started: {verdict.obstacle}")
+        for member in self._members.all_members if verdict.is_mapped_file_changed else ():
+            if member.child is not None and not member.is_external:
+                self._note(f"{member.name} computes from a file that was changed: killing it")
+                member.child.kill()
 
     def _announce(self) -> None:
         """Tells the engine, once all processes serve, that it may submit requests."""
@@ -386,11 +443,15 @@ class Supervisor:
         may_die = self._has_announced or self._cluster.standby_for is not None
         if self._members.is_supervised and not is_expected and not (can_restart and may_die):
             message = f"{member.name} keeps dying; last failure: {end_description}"
-            if member.role is Role.PREFILL and self._has_announced:
+            if not may_die:
+                self._end(end_description if can_restart else message)
+            elif member.role is Role.PREFILL:
                 member.stage = Stage.STOPPED
                 self._note(f"{message}; it is given up, and other workers compute its prompts")
             else:
-                self._end(end_description if can_restart else message)
+                self._note(message)
+        if not self._members.is_supervised and self._has_announced:
+            self._look_at_health(self._clock())  # nobody else does
 
     def _set_layout(self, layout: ExpertLayout) -> None:
         """Sets the placement for the first layout, and starts the servers."""
@@ -436,9 +497,10 @@ def kill_member(members: Collection[Member], name: str, now: float, rule: Restar
             raise ScalingError(f"{name} does not serve yet: it is {stage.value}", conflict=True)
         child.kill()
         return f"the connection to {name} on {member.host} was closed; the process joins again as a new one"
-    recent = sum(now - death < rule.window for death in member.deaths)
+    window = rule.window_for(member.start_seconds)
+    recent = sum(now - death < window for death in member.deaths)
     if recent + 1 >= rule.max_deaths:
-        message = f"{name} died {recent} times within {rule.window:g} s; one more death would end the service"
+        message = f"{name} died {recent} times within {window:g} s; one more death could end the service"
         raise ScalingError(message, conflict=True)
     child.kill()
     outlook = (

@@ -66,7 +66,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Faults and scaling": (
         *("--min-replicas", "--redundant-experts", "--rebalance", "--rebalance-interval"),
-        *("--autoscale", "--slo-ttft", "--slo-itl"),
+        *("--autoscale", "--slo-ttft", "--slo-itl", "--unavailable-timeout"),
     ),
     "Ranks": (
         *("--tensor-parallel-size", "--nnodes", "--expert-tensor-parallel-size", "--moe-collectives"),
@@ -82,7 +82,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--api-key", "--admin-key", "--allowed-hosts", "--allowed-origins", "--allowed-methods"),
         *("--allowed-headers", "--allow-credentials"),
     ),
-    "Connections": (*("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),),
+    "Connections": (
+        *("--max-connections", "--timeout-header", "--timeout-body", "--timeout-keep-alive"),
+        "--shutdown-timeout",
+    ),
     "Observing": (
         *(
             "--log-level",

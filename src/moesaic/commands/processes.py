@@ -51,6 +51,8 @@ def as_lines(status: Status) -> list[str]:
     lines += [f"{process['name']}: {process['waiting']}" for process in waiting]
     if status["paced"]:
         lines.append(f"times are those of modelled devices: {status['paced']}")
+    if status.get("outage"):
+        lines.append(f"{status['health']}: {status['outage']}")
     if not status["watched"]:
         lines.append("the supervisor has stopped, so processes are not restarted any more")
     if missing:

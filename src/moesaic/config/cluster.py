@@ -131,6 +131,10 @@ class ClusterConfig(ParallelConfig):
     --enable-expert-parallel; attention-workers=1:3,prefill-workers=1:2,expert-servers=2:6 names them.
     Processes are added and removed by how busy they are, how many requests wait, and whether --slo-ttft and
     --slo-itl are met. None: numbers change only by command."""
+    unavailable_timeout: float | None = None
+    """Seconds of an outage during which requests wait for the processes that are restarted. Then /health and
+    requests without a token get status 503 until requests are computed again. After five times as long
+    without a replacement the server ends. None: 60, or twice as long as the last start if that is more."""
     slo_ttft: float | None = None
     """Objective: milliseconds from a request's arrival to its first token."""
     slo_itl: float | None = None
@@ -262,6 +266,8 @@ class ClusterConfig(ParallelConfig):
         at_least("--min-replicas", self.min_replicas, 1)
         if not 0 <= self.rebalance_interval < math.inf:
             raise ConfigError.field("--rebalance-interval", self.rebalance_interval, "seconds, 0 or more")
+        if self.unavailable_timeout is not None and not 0 < self.unavailable_timeout < math.inf:
+            raise ConfigError.field("--unavailable-timeout", self.unavailable_timeout, "seconds, more than 0")
         self._check_rebalance()
         self._check_devices()
         if self.paced is not None and self.schedule_policy_file is not None:

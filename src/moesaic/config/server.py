@@ -126,6 +126,8 @@ class ConnectionConfig:
     the longest pause of a body. An answer may take as long as it needs."""
     timeout_keep_alive: float = 5.0
     """Seconds after which a connection without a further request is closed."""
+    shutdown_timeout: float = 270.0
+    """Maximum seconds after SIGTERM for the requests that run or wait. Then they end with an error."""
     max_connections: int | None = None
     """Maximum number of requests that are answered at the same time. Further ones get status 503, except
     for /health and /metrics. None: what the descriptor limit (ulimit -n) allows, at most 16384."""
@@ -135,6 +137,7 @@ class ConnectionConfig:
             ("--timeout-header", self.timeout_header),
             ("--timeout-body", self.timeout_body),
             ("--timeout-keep-alive", self.timeout_keep_alive),
+            ("--shutdown-timeout", self.shutdown_timeout),
         ):
             if not 0 < seconds < math.inf:
                 raise ConfigError.field(flag, seconds, "a positive number of seconds")

@@ -231,6 +231,10 @@ class ClusterStatus:
     Requests continue then, but dead processes are not restarted, and the reports of processes are not
     updated.
     """
+    health: str = "serving"
+    """serving, recovering while processes are restarted, unavailable once that takes too long, or end."""
+    outage: str = ""
+    """Why requests are not computed now, in words for people. Empty while they are."""
 
 
 @dataclass(frozen=True)

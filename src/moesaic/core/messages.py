@@ -129,6 +129,19 @@ class RequestsMoved:
 
 
 @dataclass(frozen=True)
+class Outage:
+    """Nobody computes requests, and no replacement is expected soon. The supervisor sends it.
+
+    Requests without a token should end with an error, and clients should try again later.
+    """
+
+    reason: str
+    """Why, in words for people. Empty: requests are computed again, or will be soon."""
+    ends_begun_answers: bool = False
+    """Whether answers that have begun should end with an error too."""
+
+
+@dataclass(frozen=True)
 class Tokens:
     """The new tokens of one step. Parallel lists, with one entry per request that got a token or ended."""
 
@@ -380,6 +393,7 @@ ToEngine = (
     | Ready
     | RequestsAdmitted
     | RequestsMoved
+    | Outage
     | Tokens
     | PromptLogprobs
     | Stats

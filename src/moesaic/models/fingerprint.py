@@ -76,7 +76,7 @@ def stamp(path: Path) -> str:
 
     It reads no file, so it only means something on one machine. Raises CheckpointError if a file is missing.
     """
-    return _hash(f"{file.name} {_identity(_stat(file))}" for file in _files(path))
+    return _hash(f"{file.name} {_identity(_stat(file))}" for file in list_files(path))
 
 
 def check_unchanged(path: Path, expected_stamp: str) -> None:
@@ -225,7 +225,8 @@ def _hash(lines: Iterable[str]) -> str:
 # ---- the states of files
 
 
-def _files(path: Path) -> list[Path]:
+def list_files(path: Path) -> list[Path]:
+    """The files that a fingerprint is of. Raises CheckpointError if one of them cannot be read."""
     config = [] if is_gguf(path) else [path / "config.json"]
     return [*config, *Headers(path).files]
 
@@ -249,7 +250,7 @@ def _key(file_stat: os.stat_result) -> str:
 
 def _state(path: Path) -> str:
     """The same of all files of a checkpoint together."""
-    return _hash(f"{file.name} {_key(_stat(file))}" for file in _files(path))
+    return _hash(f"{file.name} {_key(_stat(file))}" for file in list_files(path))
 
 
 def _change_error(path: Path) -> CheckpointError:

@@ -31,6 +31,8 @@ from moesaic.server.request_trace import TRACE
 from moesaic.trace.logs import REQUEST, of_request
 
 LOG = logging.getLogger(__name__)
+OUTAGE_RETRY_SECONDS = 10.0
+"""Seconds after which a client should try again that was refused in an outage."""
 
 
 class Inbox(Protocol):
@@ -44,23 +46,27 @@ class Inbox(Protocol):
 class Stream:
     """The outputs of one call, in order of arrival: an async iterator of (prompt number, output).
 
-    It ends after the last completion. It raises EngineDeadError if the worker dies first, and
-    NonFiniteLogitsError or RequestError at the first completion that ends because there is no token for it.
+    It ends after the last completion. It raises EngineDeadError if the worker dies first, NotServingError if
+    an outage or the end of the server ends it, and NonFiniteLogitsError or RequestError at the first
+    completion that ends because there is no token for it.
     Closing it early cancels the unfinished completions.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._items: asyncio.Queue[tuple[int, RequestOutput] | EngineDeadError] = asyncio.Queue()
+        self._items: asyncio.Queue[tuple[int, RequestOutput] | MoesaicError] = asyncio.Queue()
         self._num_unfinished = 0
         self.groups: list[int] = []
         """Request ids, one for each prompt."""
+        self.has_begun = False
+        """Whether it has had an output."""
 
     def expect(self, group: int, completions: int) -> None:
         self.groups.append(group)
         self._num_unfinished += completions
 
-    def put(self, item: tuple[int, RequestOutput] | EngineDeadError) -> None:
+    def put(self, item: tuple[int, RequestOutput] | MoesaicError) -> None:
+        self.has_begun = True
         self._items.put_nowait(item)
 
     def close(self) -> None:
@@ -75,7 +81,7 @@ class Stream:
         if not self._num_unfinished:
             raise StopAsyncIteration
         item = await self._items.get()
-        if isinstance(item, EngineDeadError):
+        if isinstance(item, MoesaicError):
             raise item
         self._num_unfinished -= item[1].finished
         if item[1].finish_reason is FinishReason.ERROR:
@@ -127,6 +133,8 @@ class AsyncEngine:
         """Set once the model is loaded."""
         self.worker_ended = asyncio.Event()
         """Set once the worker is gone."""
+        self._outage = messages.Outage("")
+        """Why nobody computes requests for long. The empty reason: somebody does, or will soon."""
         self._connection = connection
         self._clock = clock
         self._describe_end = describe_end
@@ -152,6 +160,14 @@ class AsyncEngine:
 
     def require_serving(self) -> WorkerInfo:
         """The loaded model. Raises NotServingError or EngineDeadError if requests cannot be served now."""
+        info = self.require_loaded()
+        if self._outage.reason:
+            raise self._make_outage_error()
+        return info
+
+    def require_loaded(self) -> WorkerInfo:
+        """The loaded model, also in an outage. Raises NotServingError or EngineDeadError if there is none, or
+        if the server shuts down."""
         if self.engine.dead is not None:
             raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
         if self.draining:
@@ -212,10 +228,16 @@ class AsyncEngine:
                 self._die(str(error))
         self._note_idle()
 
-    async def drain(self) -> None:
-        """Refuse new requests, and wait until all others have ended."""
+    async def drain(self, seconds: float | None = None) -> None:
+        """Refuse new requests, and wait until all others have ended. After `seconds` they end with an
+        error."""
         self.draining = True
-        await self._idle.wait()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            reason = f"the server shuts down, and the answer had not ended after {seconds:g} s"
+            self._end_streams(NotServingError(f"{reason} (--shutdown-timeout)", "shutting_down"))
 
     def _submit(
         self,
@@ -261,6 +283,11 @@ class AsyncEngine:
         """Handle one message, in the loop. An error here ends every stream, so that none of them hangs."""
         if isinstance(message, messages.WorkerFailed):
             self.failure = message
+        elif isinstance(message, messages.Outage):
+            self._outage = message
+            if message.reason:
+                self._end_streams(self._make_outage_error(), not message.ends_begun_answers)
+            return
         try:
             outputs = self.engine.receive(message)
         except EngineDeadError as error:
@@ -304,6 +331,19 @@ class AsyncEngine:
         for stream in streams.values():
             stream.put(EngineDeadError(f"the worker is gone: {self.engine.dead}"))
         self._note_idle()
+
+    def _end_streams(self, error: MoesaicError, spares_begun: bool = False) -> None:
+        """End every stream with an error, and cancel its requests. spares_begun: leave out streams that have
+        had an output."""
+        streams = {id(route.stream): route.stream for route in self._routes.values()}
+        for stream in streams.values():
+            if not (spares_begun and stream.has_begun):
+                self.cancel(stream.groups)
+                stream.put(error)
+
+    def _make_outage_error(self) -> NotServingError:
+        reason = f"requests are not computed now: {self._outage.reason}"
+        return NotServingError(reason, "unavailable", retry_after=OUTAGE_RETRY_SECONDS)
 
     def _note_idle(self) -> None:
         if not self._routes:

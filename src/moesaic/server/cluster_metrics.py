@@ -51,6 +51,7 @@ class ClusterCollector(Collector):
         serving_counts.update(process.role for process in status.processes if process.stage == "serving")
         series = [((role,), float(number)) for role, number in serving_counts.items()]
         yield self._gauge("processes_up", "Processes that are serving.", series, "role")
+        yield self._health(status)
         waiting = [
             ((process.name,), float(process.stats.waiting_pairs))
             for process in status.processes
@@ -82,6 +83,11 @@ class ClusterCollector(Collector):
         text = "Experts of expert_server_chosen_experts that were in memory."
         hits: Series = [((name,), float(residency.hits)) for name, residency in servers]
         yield self._counter("expert_server_chosen_experts_in_memory", text, hits, "server")
+
+    def _health(self, status: ClusterStatus) -> GaugeMetricFamily:
+        text = "1 while new requests are accepted, 0 in an outage that lasts."
+        is_available = status.health in ("serving", "recovering")
+        return self._gauge("available", text, [((), float(is_available))])
 
     def _counters(self, status: ClusterStatus) -> Iterator[CounterMetricFamily]:
         counters = status.counters

@@ -47,12 +47,12 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     numbers = body.expert_servers, body.attention_workers, body.prefill_workers
     if numbers == (None, None, None):
         raise Problem(400, "the body: expert_servers, attention_workers or prefill_workers is needed")
-    service.engine.require_serving()
+    service.engine.require_loaded()
     change = asyncio.wrap_future(cluster.scale(*numbers))
     try:
         # A change may take minutes. A server that shuts down meanwhile must not wait for it.
         while not (await asyncio.wait([change], timeout=POLL_SECONDS))[0]:
-            service.engine.require_serving()
+            service.engine.require_loaded()
         change.result()
     except ConfigError as error:
         raise Problem(400, str(error)) from error
@@ -69,7 +69,7 @@ async def kill(body: KillRequest, service: Serving) -> KilledStatus:
     `killed` says what was done.
     """
     cluster = _cluster(service)
-    service.engine.require_serving()
+    service.engine.require_loaded()
     try:
         outcome = cluster.kill(body.name)
     except ConfigError as error:

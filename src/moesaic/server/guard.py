@@ -28,7 +28,7 @@ MANY_BODIES = 16
 BODY_SECONDS = 60.0
 BODY_RATE = 500
 """Bytes of a body that give its client another second, as in Apache's mod_reqtimeout."""
-ALIVE_PATHS = frozenset({"/health", "/ping", "/metrics"})
+ALIVE_PATHS = frozenset({"/health", "/ping", "/live", "/metrics"})
 """Paths that are answered when the server has too many connections for anything else."""
 OPEN_PATHS = ALIVE_PATHS | {"/version", "/openapi.json", "/docs"} | web_page.PATHS
 """Paths that need no key. All others need one if there is one, also those that do not exist."""

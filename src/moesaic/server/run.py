@@ -39,11 +39,12 @@ def serve(
 ) -> int:
     """Serve `app` until a signal ends it. Returns the exit code.
 
-    At the first SIGTERM or SIGINT the server refuses new requests (503), finishes those in flight and gives
-    clients a few seconds to read the rest; it returns 0. A second signal stops it at once; it returns
-    128 + signal. If the worker dies, requests in flight end with an error. Then it raises EngineDeadError, or
-    ConfigError if a setting or the checkpoint was the cause. Raises ConfigError, too, if the descriptor limit
-    is too small for `limits`. log_stats: log the throughput every ten seconds while requests run.
+    At the first SIGTERM or SIGINT the server refuses new requests (503), finishes those in flight within
+    --shutdown-timeout and gives clients a few seconds to read the rest; it returns 0. A second signal stops
+    it at once; it returns 128 + signal. If the worker dies, requests in flight end with an error. Then it
+    raises EngineDeadError, or ConfigError if a setting or the checkpoint was the cause. Raises ConfigError,
+    too, if the descriptor limit is too small for `limits`. log_stats: log the throughput every ten seconds
+    while requests run.
     """
     config = uvicorn.Config(
         app,
@@ -68,7 +69,7 @@ async def _serve(
     log_stats: bool,
 ) -> int:
     server = _Server(config, listener, limits)
-    shutdown = _Shutdown(engine, server)
+    shutdown = _Shutdown(engine, server, limits.shutdown_timeout)
     watching = [asyncio.create_task(shutdown.when_dead())]
     if log_stats:
         watching.append(asyncio.create_task(log_throughput(engine, time.monotonic)))
@@ -143,8 +144,10 @@ class _Server(uvicorn.Server):
 class _Shutdown:
     """Decides when the server stops, and with which exit code."""
 
-    def __init__(self, engine: AsyncEngine, server: uvicorn.Server) -> None:
+    def __init__(self, engine: AsyncEngine, server: uvicorn.Server, seconds: float) -> None:
+        """seconds: for requests in flight, once the server stops."""
         self.code = 0
+        self._seconds = seconds
         self._engine = engine
         self._server = server
         self._draining: asyncio.Task[None] | None = None
@@ -162,7 +165,7 @@ class _Shutdown:
         self._exit()
 
     async def _drain(self) -> None:
-        await self._engine.drain()
+        await self._engine.drain(self._seconds)
         self._exit()
 
     def _exit(self) -> None:

@@ -17,8 +17,14 @@ models_router = APIRouter()
 @router.get("/health", responses=errors(503))
 @router.get("/ping", responses=errors(503))
 async def health(service: Serving) -> Health:
-    """200 if requests are served, else 503 with the reason."""
+    """200 if requests are computed, or will be soon by processes that start. Else 503 with the reason."""
     service.engine.require_serving()
+    return Health(status="ok")
+
+
+@router.get("/live")
+async def live() -> Health:
+    """200 while the process runs, also while it cannot serve. One that does not answer should be killed."""
     return Health(status="ok")
 
 

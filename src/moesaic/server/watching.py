@@ -43,7 +43,7 @@ async def watch(service: Serving) -> Response:
     An event `update` has the time and the parts that changed since the one before; the first has all parts.
     The last event is `end`.
     """
-    service.engine.require_serving()
+    service.engine.require_loaded()
     return NamedEventStream(_updates(service), _Source(), _make_end_event)
 
 
@@ -51,7 +51,7 @@ async def _updates(service: Service) -> AsyncGenerator[NamedEvent, None]:
     last_parts: dict[str, Any] = {}
     while True:
         try:
-            service.engine.require_serving()
+            service.engine.require_loaded()
         except MoesaicError as error:
             yield NamedEvent("end", {"reason": str(error)})
             return
@@ -68,7 +68,7 @@ async def _updates(service: Service) -> AsyncGenerator[NamedEvent, None]:
 
 def describe_server(service: Service) -> dict[str, Any]:
     """The state of the server. Of a single worker the parts of a cluster are null."""
-    info, worker = service.engine.require_serving(), service.engine.engine.stats().worker
+    info, worker = service.engine.require_loaded(), service.engine.engine.stats().worker
     meter = service.engine.meter
     parts: dict[str, Any] = {
         "model": {
