@@ -252,7 +252,7 @@ def test_conversion_of_the_checkpoints_experts_is_measured(
     monkeypatch.setattr(measuring, "ram_over_disk", lambda self, *_: seen.append(self.effort))
     hardware.measure(MeasureHardware(path=path, device="cpu"), SHORT)
     found = seen[0].converting
-    kind = None if form is None else quantizers.STORED.get(form, form)
+    kind = None if form is None else STORED[form]
     assert found is not None and found.name == (kind or "columns") and seen[0].products.packed_type == kind
     found.run()
     every = Headers(path).list_tensors().items()
