@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.test_quantized import CASES, FORMATS
+from tests.models.test_quantized import CASES, FORMATS, STORED
 from tests.support import model_configs, quantizers, tiny_models
 
 from moesaic.commands import cli, hardware, hardware_report
