@@ -135,7 +135,7 @@ def test_quantised_experts_are_converted_and_what_is_assumed_is_said(
     printed = capsys.readouterr()
     told = json.loads(printed.out)
     assert told["completed"] == 4 and told["phases"]["decode"]["loaded_bytes"] > 0
-    assert "converting quantised experts to int4_offset takes no time" in printed.err
+    assert "converting quantised experts to int4_g32 takes no time" in printed.err
     whole = files[0], tmp_path / "whole.jsonl"
     assert cli.main(command(path, whole, cap=None)) == 0
     assert answers(files[1]) == answers(whole[1])
