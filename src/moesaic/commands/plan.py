@@ -136,7 +136,7 @@ def find_model(name: str, gpu: bool = False, hf_overrides: str | None = None) ->
     """The sizes of a model: a known name, `demo`, a checkpoint's directory, a GGUF file, or a
     config.json.
 
-    gpu: whether the fast level is a GPU, whose kernels read no blocks of GGUF files. hf_overrides: changes of
+    gpu: whether the fast level is a GPU, whose kernels read no weights in blocks. hf_overrides: changes of
     its config.json. Raises ConfigError if there is no such model.
     """
     kernels = table.pick("cpu")

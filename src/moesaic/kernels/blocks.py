@@ -41,7 +41,7 @@ def decode_rows(dtype: str, stored_rows: Bytes) -> Parts:
 def decode_conversion(dtype: str, stored_rows: Bytes) -> Parts:
     """Returns what `decode_rows` does, with codes and offsets of the type of `BlockType.conversion`."""
     codes, scales, offsets = decode_rows(dtype, stored_rows)
-    if not dtype.startswith("int4_g"):
+    if READERS[dtype] is not _read_int4:
         return codes, scales, offsets
     block = BLOCK_TYPES[dtype]
     zeros = (stored_rows.reshape(len(stored_rows), -1, block.size)[:, :, 0] & np.uint8(15)).repeat(

@@ -139,7 +139,7 @@ def _number(model: ModelSizes, name: str) -> float:
     Files in MXFP4 have everything beside the experts in bf16.
     """
     kind, plain = split_dtype(name)[0], float(NUMBER_BYTES["bfloat16"])
-    if not is_quantized(kind) or kind == "mxfp4_e8m0":
+    if not is_quantized(kind) or kind in ("mxfp4", "mxfp4_e8m0"):
         return float(NUMBER_BYTES.get(name, plain))
     attention, num_float32 = model.attention, model.gates
     if isinstance(attention, Latent):

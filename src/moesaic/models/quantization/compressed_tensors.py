@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import QUANTIZATIONS
+from moesaic.core.weight_types import GROUP_TYPES, QUANTIZATIONS
 from moesaic.kernels.blocks import pack_groups
 from moesaic.models.config import Fields, shorten
 from moesaic.models.quantization.fp8 import Fp8, block_of
@@ -49,15 +48,10 @@ class PackedIntegers:
     """Whether groups are columns side by side. Else `weight_g_idx` gives each column any group, and the
     matrices become float32."""
 
-    @property
-    def _wide_dtype(self) -> str:
-        """The type where no block fits."""
-        return f"int{self.bits}" + ("" if self.symmetric else "_offset")
-
     def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
         if kinds(f"{name}.weight_packed") is None:
             return None
-        unit = QUANTIZATIONS[self._wide_dtype].group if self.in_order else 1
+        unit = QUANTIZATIONS[f"int{self.bits}"].group if self.in_order else 1
         groups = groups_of(name, columns, self.group, unit)
         per_word = 32 // self.bits
         parts = [
@@ -75,11 +69,8 @@ class PackedIntegers:
         dtype = None
         if self.bits == 4 or self.symmetric:  # blocks have no room for zero points of eight bits
             dtype = choose_group_type(self.bits, self.group, columns, kinds, f"{name}.weight_scale")
-        if dtype is None:
-            make: Callable[..., CodedMatrix | Bytes] = partial(self._make, rows, columns)
-        else:
-            make = partial(self._make_blocks, dtype, rows, columns)
-        return Matrix(name, rows, columns, dtype or self._wide_dtype, tuple(parts), make)
+        dtype = dtype or f"int{self.bits}" + ("" if self.symmetric else "_offset")
+        return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._make, dtype, rows, columns))
 
     def _make_ordered(
         self,
@@ -105,21 +96,6 @@ class PackedIntegers:
 
     def _make(
         self,
-        rows: int,
-        columns: int,
-        words: npt.NDArray[np.int32],
-        scales: Floats,
-        shape: npt.NDArray[np.int64],
-        zeros: npt.NDArray[np.int32] | None = None,
-    ) -> CodedMatrix:
-        _check_shape(shape, rows, columns)
-        codes = unpack(words, self.bits, columns)
-        if zeros is None:
-            return CodedMatrix(codes if self.bits == 4 else codes ^ SIGN, scales)
-        return CodedMatrix(codes, scales, -(scales * self._unpack_zeros(zeros, rows).astype(np.float32)))
-
-    def _make_blocks(
-        self,
         dtype: str,
         rows: int,
         columns: int,
@@ -127,13 +103,19 @@ class PackedIntegers:
         scales: Floats,
         shape: npt.NDArray[np.int64],
         zeros: npt.NDArray[np.int32] | None = None,
-    ) -> Bytes:
+    ) -> CodedMatrix | Bytes:
+        """The blocks if `dtype` is of GROUP_TYPES, else the codes, scales and offsets."""
         _check_shape(shape, rows, columns)
-        packed_codes: Bytes = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
-        if self.bits == 8:
-            return pack_groups(dtype, packed_codes ^ SIGN, scales)
-        zero_points = MIDDLE if zeros is None else self._unpack_zeros(zeros, rows)
-        return pack_groups(dtype, packed_codes, scales, zero_points)
+        zero_points = None if zeros is None else self._unpack_zeros(zeros, rows)
+        if dtype in GROUP_TYPES:
+            packed_codes: Bytes = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
+            if self.bits == 8:
+                return pack_groups(dtype, packed_codes ^ SIGN, scales)
+            return pack_groups(dtype, packed_codes, scales, MIDDLE if zero_points is None else zero_points)
+        codes = unpack(words, self.bits, columns)
+        if zero_points is None:
+            return CodedMatrix(codes if self.bits == 4 else codes ^ SIGN, scales)
+        return CodedMatrix(codes, scales, -(scales * zero_points.astype(np.float32)))
 
     def _unpack_zeros(self, zeros: npt.NDArray[np.int32], rows: int) -> Bytes:
         """[rows, groups]. Zero points are packed along the rows, not along the columns as codes are."""
