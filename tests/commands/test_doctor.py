@@ -14,7 +14,7 @@ import pytest
 from moesaic import LLM
 from moesaic.commands import schedule_curves
 from moesaic.commands.announce import as_record, as_table
-from moesaic.commands.doctor import choose, warnings
+from moesaic.commands.doctor import KERNELS_OF, choose, warnings
 from moesaic.commands.machine import examine
 from moesaic.commands.processes import in_text
 from moesaic.core.curves import Curve, DeviceCurves
@@ -60,6 +60,26 @@ def test_doctor_warns_where_torch_takes_its_portable_code() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif("avx512" not in table.instruction_sets(), reason="the CPU has no AVX-512")
+@pytest.mark.parametrize("instructions", KERNELS_OF)
+def test_doctor_names_instructions_whose_kernels_are_missing(
+    instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = replace(examine(), instruction_sets=(*KERNELS_OF,))
+    choice = replace(choose(machine), device="cpu")
+    for is_missing in (True, False):
+        kernels = [name for key, name in KERNELS_OF.items() if not (is_missing and key == instructions)]
+        monkeypatch.setattr(table, "instruction_sets", lambda kernels=kernels: (*kernels, "portable"))
+        notes = [note for note in warnings(machine, choice) if "without the kernels for it" in note]
+        assert len(notes) == is_missing
+        assert all(f"this CPU has {instructions}, but" in note for note in notes)
+
+
+def test_this_installation_has_kernels_for_what_the_cpu_has() -> None:
+    machine = examine()
+    choice = replace(choose(machine), device="cpu")
+    assert not [note for note in warnings(machine, choice) if "without the kernels for it" in note]
+
+
 def test_what_differs_without_proc_is_named() -> None:
     """torch takes DEFAULT where it cannot read /proc/cpuinfo. The kernels are the same there."""
     usual, portable = computed("avx512"), computed("default")

@@ -114,7 +114,7 @@ def test_dense_matrices_have_the_bits_of_float32(reading: Kernels, dtype: str) -
         weight = QuantizedMatrix(Guarded()(torch.from_numpy(stored)), columns, dtype)
         floats, ids = torch.from_numpy(blocks.dequantize(dtype, stored)), torch.tensor([rows - 1, 0, 1])
         assert same_bits(reading.embed(weight, ids), floats[ids])
-        for count in (1, 2, 5, 8, 9, 30, 300):
+        for count in (1, 2, 3, 4, 5, 8, 9, 30, 300):
             hidden = torch.randn(count, columns)
             assert same_bits(reading.linear(hidden, weight, None), reading.linear(hidden, floats, None))
 

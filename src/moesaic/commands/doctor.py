@@ -19,6 +19,17 @@ from moesaic.kernels import table
 GIB = 2**30
 
 
+KERNELS_OF = {
+    "avx512": "avx512",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_vnni": "avx512_int8",
+    "avx_vnni": "avx2_vnni_int8",
+    "amx_bf16": "amx_bf16",
+    "amx_int8": "amx_int8",
+}
+"""Instruction set of `machine.py` -> the kernels that need it, and nothing else that may be missing."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """The values that moesaic chooses on this machine for settings that are auto or None."""
@@ -72,6 +83,8 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
             "moesaic was installed without its native kernels and uses the slow torch reference: install "
             "a C++17 compiler (Debian: apt install g++), then reinstall moesaic"
         )
+    if choice.device == "cpu" and table.instruction_sets():
+        notes += _list_missing_kernels(machine)
     if (
         choice.device == "cpu"
         and machine.torch_cpu_capability == "DEFAULT"
@@ -105,6 +118,24 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
             "larger disk"
         )
     return notes
+
+
+def _list_missing_kernels(machine: Machine) -> list[str]:
+    """A line that names the CPU's instructions whose kernels are not installed, if there are any."""
+    installed_kernels = table.instruction_sets()
+    missing = [
+        name
+        for name, kernels in KERNELS_OF.items()
+        if name in machine.instruction_sets and kernels not in installed_kernels
+    ]
+    if not missing:
+        return []
+    note = (
+        f"this CPU has {', '.join(missing)}, but moesaic was installed without the kernels for it: the "
+        "compiler does not know the instructions, or the system withholds them. Reinstall moesaic with "
+        "GCC 12 or newer"
+    )
+    return [note]
 
 
 def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str]) -> None:

@@ -151,9 +151,6 @@ struct Q5_1 : Blocks<Int8Offset, 32, 24> {
     }
 };
 
-// Codes of IQ4_NL and IQ4_XS stand for these numbers.
-constexpr int8_t kUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
 // What a table says for the low halves of 16 bytes, then for the high ones.
 MOESAIC_INLINE void put_numbers(const int8_t (&table)[16], const uint8_t* from, uint8_t* codes) {
     Sixteen both = codes_at<Sixteen>(from);
@@ -162,7 +159,7 @@ MOESAIC_INLINE void put_numbers(const int8_t (&table)[16], const uint8_t* from, 
 
 struct Iq4Nl : Blocks<Int8, 32, 18> {
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        put_numbers(kUneven, block + 2, codes);
+        put_numbers(Nibble<Values::kUneven>::kTable, block + 2, codes);
     }
 };
 
@@ -300,7 +297,7 @@ struct Iq4Xs : Blocks<Int8, 256, 136> {
         multiply_eight<true>(less_32(factors), scale, scales);
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        MOESAIC_UNROLL for (int i = 0; i < 8; i++) put_numbers(kUneven, block + 8 + 16 * i, codes + 32 * i);
+        MOESAIC_UNROLL for (int i = 0; i < 8; i++) put_numbers(Nibble<Values::kUneven>::kTable, block + 8 + 16 * i, codes + 32 * i);
     }
 };
 

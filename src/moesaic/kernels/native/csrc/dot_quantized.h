@@ -2,7 +2,7 @@
 #pragma once
 
 #include "dot.h"
-#include "blocks.h"
+#include "direct_blocks.h"
 
 namespace MOESAIC_ISA {
 
@@ -19,7 +19,7 @@ struct Columns {
     void (*unpack)(const uint8_t* from, int64_t count, uint8_t* out, Stream& stream, int64_t bytes);  // null: stored as T
 
     explicit Columns(const T* weights, int64_t row)
-        : first(&weights->byte), ld(row), stretch(T::bytes(BLOCK)), of_group(T::kHead + T::kCodes), groups(1),
+        : first(&weights->byte), ld(row), stretch(T::bytes(BLOCK)), of_group(BlockOf<T>::kBytes), groups(1),
           unpack(nullptr) {}
     template <class B>
     static Columns of_blocks(const B* weights, int64_t row) {
@@ -63,19 +63,19 @@ MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, i
                                    Stream& stream, bool first, float* out, int64_t stride) {
     BlockOf<T> of[C];
     for (int c = 0; c < C; c++) of[c] = BlockOf<T>(weights + c * ld, count);
-    int64_t end = std::min(padded(count), of[0].groups * T::kGroup);  // the rows end with the chunk
+    constexpr int64_t kNumbers = BlockOf<T>::kNumbers;
+    int64_t end = std::min(padded(count), of[0].groups * kNumbers);  // the rows end with the chunk
     Vec sums[R][C];
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < C; c++) sums[r][c] = zero();
     }
     auto add_group = [&](int64_t g, int64_t numbers) MOESAIC_INLINE_LAMBDA {
-        int64_t begin = g * T::kGroup;
-        Dequantizer<T> number[C];
-        const uint8_t* codes[C];
-        MOESAIC_UNROLL for (int c = 0; c < C; c++) number[c] = of[c].numbers(g), codes[c] = of[c].at(begin);
+        int64_t begin = g * kNumbers;
+        decltype(of[0].numbers(g)) group[C];
+        MOESAIC_UNROLL for (int c = 0; c < C; c++) group[c] = of[c].numbers(g);
         MOESAIC_UNROLL for (int64_t i = 0; i < numbers; i += LANES) {
             Vec w[C];
-            MOESAIC_UNROLL for (int c = 0; c < C; c++) w[c] = number[c](codes[c], i), keep(w[c]);
+            MOESAIC_UNROLL for (int c = 0; c < C; c++) w[c] = group[c](i), keep(w[c]);
             MOESAIC_UNROLL for (int r = 0; r < R; r++) {
                 Vec x = load(rows[r] + begin + i);
                 if constexpr (C > 1) keep(x);
@@ -83,9 +83,9 @@ MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, i
             }
         }
     };
-    int64_t whole = end / T::kGroup;
-    for (int64_t g = 0; g < whole; g++) stream.step(), add_group(g, T::kGroup);
-    if (whole < of[0].groups) add_group(whole, end - whole * T::kGroup);
+    int64_t whole = end / kNumbers;
+    for (int64_t g = 0; g < whole; g++) stream.step(), add_group(g, kNumbers);
+    if (whole < of[0].groups) add_group(whole, end - whole * kNumbers);
     float totals[R * C + 3];
     fold<R, C>(sums, totals);
     for (int r = 0; r < R; r++) {
@@ -182,6 +182,11 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
                      float* out, int64_t stride, const T* then = nullptr) {
     if constexpr (kBlocks<T>) {
         using As = typename T::As;
+        if constexpr (kDirect<T>) {
+            if (n <= FEW_DIRECT) {
+                return multiply_by_tiles(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
+            }
+        }
         // Each tile of rows unpacks the columns anew.
         if (n > FEW_QUANTIZED) return multiply_in_turn(rows, n, weights, ld, columns, k, out, stride, then);
         multiply_by_tiles(rows, n, Columns<As>::of_blocks(weights, ld), columns, k, out, stride, then);
