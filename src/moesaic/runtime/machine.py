@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from moesaic.runtime.limits import cpu_quota, memory_limit, tightest_memory_limit
+
 _MEMINFO = Path("/proc/meminfo")
 NVIDIA = Path("/dev/nvidiactl")
 """Exists where an NVIDIA driver is loaded."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -47,8 +48,10 @@ def trim_freed_memory() -> None:
 
 
 def cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(allowed_cpus())
+    """The number of cores that this process may compute on all the time: those that it may run on, or fewer
+    if a limit of CPU time is lower. More threads would be paused in every step."""
+    quota, number = cpu_quota(), len(allowed_cpus())
+    return number if quota is None else max(1, min(number, int(quota.amount)))
 
 
 def allowed_cpus() -> list[int]:
@@ -65,36 +68,17 @@ def stay_on(cpus: Iterable[int]) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping, within the memory limit of a container."""
+    """Bytes that can be allocated without swapping, within the limits of `limits.memory_limit`."""
     if not _MEMINFO.is_file():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = _cgroup_left()
-    return available if limit is None else min(available, limit)
+    available, limit = int(fields["MemAvailable"].split()[0]) * 1024, tightest_memory_limit()
+    return available if limit is None else min(available, int(limit.left))
 
 
-def total_memory() -> int:
-    """Bytes of memory that this machine has, within the memory limit of a container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _CGROUP / "memory.max"
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return total if text == "max" else min(total, int(text))
-
-
-def _cgroup_left() -> int | None:
-    """Bytes left below the memory limit of this control group (version 2), or None without a limit.
-
-    Pages of files count as left, as in MemAvailable, since the kernel drops them when memory is needed.
-    """
-    limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if not limit.is_file() or not current.is_file() or limit.read_text().strip() == "max":
-        return None
-    return max(0, int(limit.read_text()) - int(current.read_text()) + _cgroup_file_pages())
-
-
-def _cgroup_file_pages() -> int:
-    """Bytes of files that this control group has in memory, without shared memory."""
-    stat = _CGROUP / "memory.stat"
-    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+def total_memory() -> tuple[int, str]:
+    """Bytes of memory that processes may use, and what sets them, in words for people."""
+    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    if limit is None or limit.amount >= total:
+        return total, "the memory of this machine"
+    return int(limit.amount), limit.source
