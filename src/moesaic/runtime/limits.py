@@ -109,7 +109,7 @@ def _list_groups(controller: str, cgroups: Path, own_groups: Path) -> Iterator[_
     mounts += [(folder, controller, 1) for folder in _list_mounts(controller, cgroups)]
     for mount, key, version in mounts:
         for folder in _list_folders(mount, names[key]):
-            yield _Group(folder, f"/{folder.relative_to(mount)}".replace("/.", "/"), version)
+            yield _Group(folder, "/" + "/".join(folder.relative_to(mount).parts), version)
 
 
 def _list_mounts(controller: str, cgroups: Path) -> list[Path]:

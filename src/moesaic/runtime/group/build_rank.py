@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from contextlib import nullcontext
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
