@@ -377,7 +377,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
         *("cost", "planning.hardware", "policy.offloading", "policy.placement", "jobs.profiling"),
         *("jobs.quantizing", "planning.sim"),
-        *("runtime.machine", "server", "jobs.verify"),
+        *("runtime.limits", "runtime.machine", "server", "jobs.verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
         *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine

@@ -70,10 +70,9 @@ def serve(
         raise ConnectionLost("the supervisor's first message was not Hold")
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
-    path = Path(config.model)
+    path, kept_experts = Path(config.model), kept_experts or KeptExperts()
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.guard_unchanged(path, stamp):
-        kept_experts = kept_experts or KeptExperts()
         unpaced_backend, residency = kept_experts.get(config, stamp, _backend)
         backend, pace = _apply_pace(unpaced_backend, config)
         backend.keep_only(first.experts)  # before others are loaded, so that memory need not have both

@@ -95,8 +95,8 @@ class ServedFiles:
     def _read_fingerprint(self) -> str | None:
         """The fingerprint, if the names still lead to the files as they were opened."""
         result = fingerprint.compute_fingerprint(self._path)
-        is_same = all(read_state(file) == open_file.state for file, open_file in self._files.items())
-        return result if is_same else None
+        is_unchanged = all(read_state(file) == open_file.state for file, open_file in self._files.items())
+        return result if is_unchanged else None
 
     def _compare(self, file: Path, state: FileState) -> str | None:
         """How a file whose mode, owner, links or times changed differs, as far as its samples tell."""

@@ -45,8 +45,7 @@ def serve(
     kept_model: has the weights that were loaded for the last supervisor, and gets those of this one. Then
     nothing else of the worker is left when this raises ConnectionLost. None: the process ends then.
 
-    Raises ConnectionLost when the other end is gone, and ConfigError or CheckpointError for what the user has
-    to change.
+    Raises ConnectionLost when the other end is gone, and ConfigError for what the user has to change.
     """
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)

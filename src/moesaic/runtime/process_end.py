@@ -30,13 +30,13 @@ class OomKills:
 
     def take(self) -> bool:
         """Whether there is one that explains no other end."""
-        has_more = count_oom_kills() > self._num_explained
-        self._num_explained += has_more
-        return has_more
+        is_unexplained = count_oom_kills() > self._num_explained
+        self._num_explained += is_unexplained
+        return is_unexplained
 
 
 OOM_KILLS = OomKills()
-"""Of this process's control group, from when this module was imported."""
+"""The count of this process's control group, which begins when this module is imported."""
 
 
 def describe_exit(code: int, model: Path | None = None, oom_kills: OomKills = OOM_KILLS) -> str:

@@ -78,9 +78,8 @@ class Child:
         if event in _KINDS:
             raise _KINDS[event](text)
         if code:
-            ending = describe_exit(code, self.model)
-            was = "was " if code < 0 else ""
-            raise ConnectionLost(f"the process {self.process.pid} {was}{ending}")
+            verb = "was " if code < 0 else ""
+            raise ConnectionLost(f"the process {self.process.pid} {verb}{describe_exit(code, self.model)}")
         return 0
 
     def close(self) -> None:
