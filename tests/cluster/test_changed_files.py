@@ -111,6 +111,24 @@ def test_every_process_ends_by_name_and_starts_again_from_the_old_bytes(
         assert health(served) == "serving" and ask(served) == expected
 
 
+def test_a_process_that_reads_behind_a_cut_names_the_file(model: Path, expected: list[Answer]) -> None:
+    """Requests that run meanwhile wait for the old bytes."""
+    with cluster(str(model), **SHAPE) as served:
+
+        def disturb(tokens: int) -> None:
+            if tokens >= COUNT * 8 and not changed:
+                changed.append(True)
+                cut(model)
+                served.until(lambda: health(served) == "unavailable")
+                put_back(model)
+
+        changed: list[bool] = []
+        served.submit(*workload(COUNT, TOKENS))
+        assert served.finish(disturb) == expected and changed
+        endings = [what for what in failures(served) if "killed by signal 7 (SIGBUS)" in what]
+        assert endings and all(f"{model / WEIGHTS}: " in ending for ending in endings)
+
+
 def test_other_bytes_are_never_loaded(model: Path) -> None:
     with cluster(str(model), **SHAPE) as served:
         overwrite(model)

@@ -259,5 +259,5 @@ def rank_config(config: WorkerConfig, rank: int) -> WorkerConfig:
         if len(cpus) >= size
         else cpus
     )
-    threads = config.most_threads or len(cpus) or cores()
+    threads = config.most_threads or min(len(cpus) or cores(), cores())
     return replace(config, cpus=own_cpus, most_threads=max(1, threads // size))
