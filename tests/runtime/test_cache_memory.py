@@ -32,7 +32,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("size", ["1000TiB", str(2**62)])
 def test_a_cache_larger_than_the_machine(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_size, "total_memory", lambda: (3 << 30, "memory.max of the control group /a"))
+    monkeypatch.setattr(cache_size, "total_memory", lambda: 3 << 30)
+    monkeypatch.setattr(cache_size, "describe_total_memory", lambda: "memory.max of the control group /a")
     said = refused("demo", kv_cache_memory=size)
     assert (
         said

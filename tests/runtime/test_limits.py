@@ -186,9 +186,12 @@ def test_memory_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "memory_limit", lambda: limit)
     monkeypatch.setattr(machine, "tightest_memory_limit", lambda: limit)
     assert machine.available_memory() == 16 << 20
-    assert machine.total_memory() == (64 << 20, "memory.max of the control group /a")
-    monkeypatch.setattr(machine, "memory_limit", lambda: Limit(1 << 59, "x"))
-    assert machine.total_memory()[1] == "the memory of this machine"
+    assert machine.total_memory() == 64 << 20
+    assert machine.describe_total_memory() == "memory.max of the control group /a"
+    for other in (None, Limit(1 << 59, "memory.max of the control group /")):
+        monkeypatch.setattr(machine, "memory_limit", lambda other=other: other)
+        assert 64 << 20 < machine.total_memory() < 1 << 59
+        assert machine.describe_total_memory() == "the memory of this machine"
 
 
 def test_oom_kills_are_counted_where_the_kernel_counts_them(tmp_path: Path) -> None:

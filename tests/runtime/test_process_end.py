@@ -36,8 +36,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
 
 
 def test_each_oom_kill_explains_one_end(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = GIB, "memory.max of the control group /a"
-    monkeypatch.setattr(process_end, "total_memory", lambda: limit)
+    monkeypatch.setattr(process_end, "total_memory", lambda: GIB)
+    monkeypatch.setattr(process_end, "describe_total_memory", lambda: "memory.max of the control group /a")
     oom_kills = OomKills()
     assert describe_exit(-9, None, oom_kills) == "killed by signal 9", "those before count for nothing"
     kernel.oom_kills += 2
@@ -151,9 +151,9 @@ def run_within(groups: list[Path], *command: str) -> subprocess.CompletedProcess
 
 ALLOCATING = """
 import subprocess, sys
-from moesaic.runtime.machine import available_memory, cores, total_memory
+from moesaic.runtime.machine import available_memory, cores, describe_total_memory, total_memory
 from moesaic.runtime.process_end import describe_exit
-print(cores(), *total_memory(), sep="|")
+print(cores(), total_memory(), describe_total_memory(), sep="|")
 print(available_memory())
 code = subprocess.run([sys.executable, "-c", "held = bytearray(b'x') * (3 << 29)"]).returncode
 print(describe_exit(code))

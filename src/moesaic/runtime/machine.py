@@ -76,9 +76,13 @@ def available_memory() -> int:
     return available if limit is None else min(available, int(limit.left))
 
 
-def total_memory() -> tuple[int, str]:
-    """Bytes of memory that processes may use, and what sets them, in words for people."""
+def total_memory() -> int:
+    """Bytes of memory that processes may use."""
     total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
-    if limit is None or limit.amount >= total:
-        return total, "the memory of this machine"
-    return int(limit.amount), limit.source
+    return total if limit is None else min(total, int(limit.amount))
+
+
+def describe_total_memory() -> str:
+    """What sets `total_memory`, in words for people."""
+    limit = memory_limit()
+    return "the memory of this machine" if limit is None or limit.amount > total_memory() else limit.source

@@ -14,7 +14,7 @@ from pathlib import Path
 from moesaic.core.errors import CheckpointError
 from moesaic.models.headers import Headers
 from moesaic.runtime.limits import count_oom_kills
-from moesaic.runtime.machine import total_memory
+from moesaic.runtime.machine import describe_total_memory, total_memory
 
 ADVICE = (
     "allowed: less in --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens, or --fast-memory, "
@@ -48,8 +48,8 @@ def describe_exit(code: int, model: Path | None = None, oom_kills: OomKills = OO
         return f"exited with code {code}"
     text = f"killed by signal {-code}"
     if code == -signal.SIGKILL and oom_kills.take():
-        num_bytes, source = total_memory()
-        return f"{text}, because memory was used up: {num_bytes / 2**30:.1f} GiB ({source}); {ADVICE}"
+        bound = f"{total_memory() / 2**30:.1f} GiB ({describe_total_memory()})"
+        return f"{text}, because memory was used up: {bound}; {ADVICE}"
     if code == -signal.SIGBUS and model is not None:
         return f"{text} (SIGBUS), because a file that it had mapped was cut: {_find_cut_file(model)}"
     return text
