@@ -49,7 +49,7 @@ class Child:
     is_waiting: bool = False
     """It has lost its connection, and waits until it is asked to join again."""
     model: Path | None = None
-    """The checkpoint that it maps, once it has joined."""
+    """The checkpoint that it maps. None: it has not joined, and serves what the cluster does."""
 
     def rejoin(self) -> None:
         """Ask it to join again. If it has ended meanwhile, `wait` says so."""
@@ -68,7 +68,7 @@ class Child:
         for line in self.process.stdout:
             event, text, self.is_waiting = json.loads(line)
             if event == "joined":
-                self.model = Path(text)
+                self.model = self.model or Path(text)
                 on_joined(text)
             if self.is_waiting:
                 raise _KINDS[event](text)
@@ -116,7 +116,7 @@ def start(
     )
     assert process.stdin is not None
     os.write(process.stdin.fileno(), secret.hex().encode() + b"\n")
-    return Child(process)
+    return Child(process, model=Path(joining.model) if joining.model else None)
 
 
 class KeptChild:
