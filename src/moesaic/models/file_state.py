@@ -51,16 +51,24 @@ class OpenFile:
     def __init__(self, file: Path, descriptor: int) -> None:
         """descriptor: stays the caller's."""
         self._file, self._descriptor = file, descriptor
-        self.state = self.read()
+        self.state = FileState.from_stat(os.fstat(descriptor))
 
-    def read(self) -> FileState:
-        """The state now. Raises OSError as `os.fstat`."""
-        return FileState.from_stat(os.fstat(self._descriptor))
+    def read_change(self) -> FileState | None:
+        """The state now, if it is another one. Raises OSError as `os.fstat`."""
+        status, state = os.fstat(self._descriptor), self.state
+        # Device and inode of an open file stay the same. This runs for every read, so no object is made.
+        if (status.st_ctime_ns, status.st_mtime_ns, status.st_size) == (
+            state.changed_ns,
+            state.modified_ns,
+            state.size,
+        ):
+            return None
+        return FileState.from_stat(status)
 
     def check(self) -> None:
         """Raise CheckpointError if somebody has written to the file since then."""
-        state = self.read()
-        if not state.has_contents_of(self.state):
+        state = self.read_change()
+        if state is not None and not state.has_contents_of(self.state):
             raise CheckpointError(self.describe_change(state))
 
     def describe_change(self, state: FileState) -> str:

@@ -71,14 +71,15 @@ class ServedFiles:
     def find_change(self) -> str | None:
         """Which file has other bytes than when it was opened, in words for people. None: none has."""
         for file, open_file in self._files.items():
-            state = open_file.read()
+            state = open_file.read_change()
+            if state is None:
+                continue
             if not state.has_contents_of(open_file.state):
                 return open_file.describe_change(state)
-            if state != open_file.state:
-                difference = self._compare(file, state)
-                if difference is not None:
-                    return f"{file}: this file changed while it was served: {difference}"
-                open_file.state = state
+            difference = self._compare(file, state)
+            if difference is not None:
+                return f"{file}: this file changed while it was served: {difference}"
+            open_file.state = state
         return None
 
     def watch(self, report: Callable[[str], None]) -> None:
