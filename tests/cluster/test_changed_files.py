@@ -21,8 +21,9 @@ from moesaic.kernels import table
 from moesaic.models.files import resolve
 from moesaic.models.headers import Headers
 from tests.cluster.test_identity import alone, workload
-from tests.cluster.test_join_workers import joined, worker
+from tests.cluster.test_join_workers import worker
 from tests.cluster.test_supervisor import failures
+from tests.commands.test_run_batch_offload import MACHINE
 from tests.support.cluster_driver import Answer, Cluster, cluster
 from tests.test_serve import start
 
@@ -84,6 +85,14 @@ def all_serve(served: Cluster) -> bool:
     return {member.stage for member in served.supervisor.status()} == {"serving"}
 
 
+def has_joined(served: Cluster, role: str) -> bool:
+    """Whether a process of this role that joined serves."""
+    return any(
+        bool(member.host) and member.role == role and member.stage == "serving"
+        for member in served.supervisor.status()
+    )
+
+
 def ask(served: Cluster) -> list[Answer]:
     """The answers to a new workload."""
     before = len(served.running.answers)
@@ -98,9 +107,8 @@ def test_every_process_ends_by_name_and_starts_again_from_the_old_bytes(
     with cluster(str(model), **SHAPE) as served:
         assert ask(served) == expected
         change(model)
-        served.until(lambda: health(served) == "unavailable")
-        outage = served.supervisor.report().outage
-        assert f"{model / WEIGHTS}: " in outage, outage
+        served.until(lambda: f"{model / WEIGHTS}: " in served.supervisor.report().outage)
+        assert health(served) == "unavailable"
         served.until(lambda: all(member.deaths for member in served.supervisor.status()))
         reasons = [what for what in failures(served) if f"{model / WEIGHTS}: this file changed while" in what]
         if change is overwrite:
@@ -180,13 +188,14 @@ def test_no_streamed_read_mixes_old_and_new_bytes(model: Path, expected: list[An
         assert any(f"{model / WEIGHTS}: this file changed while" in what for what in failures(served))
 
 
-@pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--fast-memory", "11MiB", "--max-model-len", "64"), marks=STREAMED)]
-)
+@pytest.mark.parametrize("is_streamed", [False, pytest.param(True, marks=STREAMED)])
 def test_a_server_of_one_process_ends_by_name(
-    flags: tuple[str, ...], model: Path, capfd: pytest.CaptureFixture[str]
+    is_streamed: bool, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = start(*flags, model=str(model))
+    hardware = model.parent / "this.toml"
+    hardware.write_text(MACHINE)
+    flags = ("--fast-memory", "11MiB", "--max-model-len", "64", "--hardware", str(hardware))
+    server = start(*(flags if is_streamed else ()), model=str(model))
     overwrite(model)
     assert server.process.wait(60) == 2
     assert server.process.stdout is not None
@@ -201,7 +210,7 @@ def test_a_process_that_joined_looks_at_its_own_files(
 ) -> None:
     """The cluster's own files stay as they are, so it goes on."""
     with cluster(**door) as served, worker(served, door, role, "--model", str(model)) as process:
-        served.until(lambda: joined(served, role.replace("-", " ")) is not None)
+        served.until(lambda: has_joined(served, role.replace("-", " ")))
         overwrite(model)
         assert process.wait(60) == 2
         assert process.stderr is not None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from moesaic.cluster.member import Role
 from moesaic.cluster.numa import Node
 from moesaic.config import WorkerConfig
-from moesaic.runtime.machine import allowed_cpus, cores
+from moesaic.runtime.machine import allowed_cpus, limit_cores
 
 
 class Cores:
@@ -23,7 +23,7 @@ class Cores:
     def __init__(self, worker: WorkerConfig, nodes: Sequence[Node] = ()) -> None:
         self._nodes = tuple(nodes) if len(nodes) > 1 else ()
         usable_cpus = [cpu for node in self._nodes for cpu in node.cpus] or allowed_cpus()
-        self._num_usable, self._cores = len(usable_cpus), usable_cpus[: cores()]
+        self._num_usable, self._cores = len(usable_cpus), usable_cpus[: limit_cores(len(usable_cpus))]
         self._pin_threads = worker.model.pin_threads
         self._group = worker.parallel.tensor_parallel_size
 

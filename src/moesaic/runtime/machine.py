@@ -48,10 +48,17 @@ def trim_freed_memory() -> None:
 
 
 def cores() -> int:
-    """The number of cores that this process may compute on all the time: those that it may run on, or fewer
-    if a limit of CPU time is lower. More threads would be paused in every step."""
-    quota, number = cpu_quota(), len(allowed_cpus())
-    return number if quota is None else max(1, min(number, int(quota.amount)))
+    """The number of cores that this process may run on, within the limit of CPU time."""
+    return limit_cores(len(allowed_cpus()))
+
+
+def limit_cores(count: int) -> int:
+    """As many of `count` cores as the limit of CPU time allows to compute all the time, at least one.
+
+    More threads would be paused in every step.
+    """
+    quota = cpu_quota()
+    return count if quota is None else max(1, min(count, int(quota.amount)))
 
 
 def allowed_cpus() -> list[int]:

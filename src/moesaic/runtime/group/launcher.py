@@ -26,7 +26,7 @@ from moesaic.config import WorkerConfig, one_gpu, worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.core.messages import RanksMeet
 from moesaic.experts.collectives.group import Group
-from moesaic.runtime.machine import allowed_cpus, cores
+from moesaic.runtime.machine import allowed_cpus, limit_cores
 from moesaic.runtime.model_loading import count_gpus
 from moesaic.runtime.process_end import describe_exit
 
@@ -259,5 +259,5 @@ def rank_config(config: WorkerConfig, rank: int) -> WorkerConfig:
         if len(cpus) >= size
         else cpus
     )
-    threads = config.most_threads or min(len(cpus) or cores(), cores())
+    threads = config.most_threads or limit_cores(len(cpus) or len(allowed_cpus()))
     return replace(config, cpus=own_cpus, most_threads=max(1, threads // size))
