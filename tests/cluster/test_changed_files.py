@@ -150,7 +150,6 @@ def test_a_new_mode_or_link_ends_nothing_and_refuses_no_restart(model: Path, exp
     with cluster(str(model), **SHAPE) as served:
         (model / WEIGHTS).chmod(0o600)
         (model / "link").hardlink_to(model / WEIGHTS)
-        os.utime(model / "config.json")
         kill(served, "attention worker 1")
         kill(served, "expert server 0")
         served.until(lambda: [m.incarnation for m in served.supervisor.status()] == [1, 2, 2, 1])
@@ -212,17 +211,18 @@ def test_a_process_that_joined_looks_at_its_own_files(
     with cluster(**door) as served, worker(served, door, role, "--model", str(model)) as process:
         served.until(lambda: has_joined(served, role.replace("-", " ")))
         overwrite(model)
-        assert process.wait(60) == 2
+        # A worker joins again by itself, and is compared with the cluster. A service manager starts a server.
+        assert process.wait(60) == (2 if role == "attention-worker" else 1)
         assert process.stderr is not None
         said = process.stderr.read()
         assert f"{model / WEIGHTS}: this file changed while it was served" in said
-        assert "this one has other bytes of tensors" in said, "it joins again, and is compared"
+        assert ("this one has other bytes of tensors" in said) == (role == "attention-worker")
         served.until(lambda: all_serve(served))
         assert ask(served) == expected
 
 
 def test_an_llm_raises_before_it_computes_from_a_changed_file(model: Path) -> None:
-    llm, params = LLM(str(model), threads=1), SamplingParams(max_tokens=4)
+    llm, params = LLM(str(model), threads=1), SamplingParams(max_tokens=4, temperature=0)
     before = llm.generate(["a"], params)[0].text
     (model / WEIGHTS).chmod(0o600)
     assert llm.generate(["a"], params)[0].text == before

@@ -85,13 +85,13 @@ def serve(
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, transport.memory)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, transport.job)
-    loader.change(first)
     stop_event = threading.Event()
     arguments = supervisor, server, pace, residency, stop_event
     reports = threading.Thread(target=_report, args=arguments, daemon=True)
     reports.start()
     try:
         with _watch_files(config, stamp, supervisor):
+            loader.change(first)
             _serve(supervisor, server, loader, relay, secret, wakeup, transport.job)
         return 0
     finally:

@@ -67,11 +67,11 @@ def serve(
             raise
         raise ConfigError(str(error)) from error  # such as that of a rank that could not be started
     try:
-        decodes = config.kv_role != "prefill"  # a job of GPUs is for steps of next tokens
-        connection.send(messages.Ready(info, weights, worker.job_id if decodes else b""))
-        if config.supervised:
-            threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
         with _watch_files(config, connection):
+            decodes = config.kv_role != "prefill"  # a job of GPUs is for steps of next tokens
+            connection.send(messages.Ready(info, weights, worker.job_id if decodes else b""))
+            if config.supervised:
+                threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
             worker.run()
     except ConnectionLost as error:
         if kept_model is not None:

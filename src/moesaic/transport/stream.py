@@ -249,11 +249,14 @@ class StreamConnection:
 
 
 def end_process(connection: StreamConnection, reason: str) -> NoReturn:
-    """Tell the other end what the user has to change, and end this process at once, from any thread."""
+    """Tell the other end what the user has to change, and end this process at once, from any thread.
+
+    The exit code is that of a fault, so that a service manager starts a process of its own again.
+    """
     LOG.error("%s; this process ends", reason)
     with contextlib.suppress(ConnectionLost):
         connection.send(messages.WorkerFailed(reason, user_error=True))
-    os._exit(2)
+    os._exit(1)
 
 
 def _timeout(seconds: float) -> bytes:
