@@ -53,7 +53,7 @@ def cores() -> int:
 
 
 def limit_cores(count: int) -> int:
-    """As many of `count` cores as the limit of CPU time allows to compute all the time, at least one.
+    """The number of these cores that may compute all the time, by the limit of CPU time: at least one.
 
     More threads would be paused in every step.
     """
