@@ -1,8 +1,8 @@
 """The files of weights that a process computes from: whether they are as they were when it loaded them.
 
 A mapped file that is written over in place changes the answers of every process that maps it. So a process
-keeps each file open, and looks twice a second at the size and the times of what it has open. A name that leads
-to another file now changes nothing, since the old file stays mapped.
+keeps each file open, and looks twice a second at the size and the times of what it has open. A name that
+leads to another file now changes nothing, since the old file stays mapped.
 
 Question: What happens when a file is written over in place while a process computes from it?
 """
