@@ -229,13 +229,15 @@ EDGES: dict[str, tuple[str, ...]] = {
         "cluster.joining.enlisting",  # the instruction sets of this host
         "models.fingerprint",  # whether a process that joins has the same checkpoint
         "models.file_state",  # whether its files are those of the start
+        *("runtime.machine", "runtime.process_end"),  # cores of this host, and how its processes ended
     ),
     # joins a cluster as one role or the other
     "cluster.joining": (
         "core.gpu_parts",
         *("config", "core", "experts.keeping", "experts.process", "kernels.native.plain", "trace.logs"),
         *("models.fingerprint", "models.gguf.header", "policy.fleet.silence", "transport"),
-        *("runtime.process", "runtime.keeping", "runtime.group.build_rank"),
+        *("runtime.machine", "runtime.process", "runtime.process_end"),
+        *("runtime.keeping", "runtime.group.build_rank"),
     ),
     "cluster.solving": ("core", "policy.placement"),  # a placement from live routing, in a process of its own
     "text.templates": ("config", "core"),
@@ -336,6 +338,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "llm": (
         *("config", "core", "engine", "models.files", "runtime", "text.structured.grammar", "text.tokenizer"),
+        *("models.fingerprint", "models.served_files"),  # whether the mapped files are those of the start
         "transport.local",
     ),
     "__main__": ("commands.cli",),
@@ -374,7 +377,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
         *("cost", "planning.hardware", "policy.offloading", "policy.placement", "jobs.profiling"),
         *("jobs.quantizing", "planning.sim"),
-        *("runtime.machine", "server", "jobs.verify"),
+        *("runtime.limits", "runtime.machine", "server", "jobs.verify"),
         # what the loader says about a model before it is loaded
         *("models.checkpoint", "models.config", "models.registry", "models.spec"),
         *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine

@@ -406,6 +406,7 @@ def a_machine(**changes: object) -> Machine:
         cores_online=8,
         numa_nodes=1,
         cpu_quota=None,
+        threads=8,
         instruction_sets=["avx2"],
         memory_total=2**36,
         memory_available=2**35,
@@ -424,7 +425,6 @@ def a_machine(**changes: object) -> Machine:
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
-        ({"cpu_quota": 2.5}, "--threads 2"),
         ({"instruction_sets": []}, "AVX2"),
         ({"memory_available": 2**30}, "1.0 GiB of memory"),
         ({"hub_cache_free": 2**30}, "HF_HOME"),
@@ -449,16 +449,6 @@ def test_reading_the_machine(tmp_path: Path) -> None:
     integers = "flags\t: avx2 avx_vnni avx512_vnni amx_tile amx_int8\n"
     assert machine.instruction_sets(integers) == ["avx2", "avx_vnni", "avx512_vnni", "amx_int8"]
     assert machine.instruction_sets("Features\t: fp asimd bf16\n") == ["neon", "bf16"]
-    assert machine.cpu_quota(tmp_path) is None
-    assert machine.memory_limit(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "memory.max").write_text("4096\n")
-    assert machine.cpu_quota(tmp_path) == 1.5
-    assert machine.memory_limit(tmp_path) == 4096
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert machine.cpu_quota(tmp_path) is None
-    assert machine.memory_limit(tmp_path) is None
 
 
 def test_numbers_for_people() -> None:

@@ -12,17 +12,19 @@ from numbers import Integral
 from typing import Any
 
 from moesaic.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from moesaic.core.errors import ConfigError, EngineDeadError, RequestError
+from moesaic.core.errors import CheckpointError, ConfigError, EngineDeadError, RequestError
 from moesaic.core.messages import Ready
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import RequestOutput, SamplingParams
 from moesaic.core.routing import RowSink
 from moesaic.core.speculation import SpeculativeConfig
 from moesaic.engine import Engine
-from moesaic.models import files
+from moesaic.models import files, fingerprint
+from moesaic.models.served_files import LOOK_SECONDS, ServedFiles
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.fitting import fit
+from moesaic.runtime.model_loading import maps_files
 from moesaic.runtime.worker import Journal
 from moesaic.text.structured.grammar import check
 from moesaic.text.tokenizer import Tokenizer
@@ -90,8 +92,8 @@ class LLM:
         config = _worker_config(model, settings)
         if routing is not None:
             _check_routing(config)
-        config = config if trace is None else replace(config, trace=trace)
         path = files.resolve(*config.model.source)
+        config = replace(config, trace=trace or config.trace, checkpoint_stamp=fingerprint.stamp(path))
         tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
         config = _fit(config)
         self._defaults = files.generation_defaults(path)
@@ -99,6 +101,10 @@ class LLM:
         self._connection = engine_end
         context = WorkerContext(config, worker_end, time.monotonic, journal=journal, routing=routing)
         self._worker, self.info = build_worker(context)
+        is_mapped = maps_files(config.model)
+        self._served_files = ServedFiles(path, config.checkpoint_stamp) if is_mapped else None
+        self._next_look = 0.0
+        """When the files are looked at again."""
         self._batches: dict[int, _Batch] = {}
         self._engine = Engine(
             engine_end,
@@ -211,7 +217,15 @@ class LLM:
             self._end(batch)
 
     def _run_worker_once(self) -> None:
-        """Let the worker do one piece of work, and pass each output to the batch that it belongs to."""
+        """Let the worker do one piece of work, and pass each output to the batch that it belongs to.
+
+        Raises CheckpointError if somebody has written to a file that is mapped.
+        """
+        if self._served_files is not None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            change = self._served_files.find_change()
+            if change is not None:
+                raise CheckpointError(change)
         has_worked = self._worker.turn(timeout=0.0)
         message = self._connection.receive(0.0)
         if not has_worked and message is None:

@@ -33,8 +33,12 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", ["1000TiB", str(2**62)])
 def test_a_cache_larger_than_the_machine(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_size, "total_memory", lambda: 3 << 30)
+    monkeypatch.setattr(cache_size, "describe_total_memory", lambda: "memory.max of the control group /a")
     said = refused("demo", kv_cache_memory=size)
-    assert said == f"--kv-cache-memory: got '{size}'; allowed: at most 3.0GiB, the memory of this machine"
+    assert (
+        said
+        == f"--kv-cache-memory: got '{size}'; allowed: at most 3.0GiB, memory.max of the control group /a"
+    )
 
 
 @pytest.mark.parametrize("size", ["9" * 400, f"{2**63}", "9" * 300 + "GiB"])

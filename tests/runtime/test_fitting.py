@@ -20,7 +20,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.models import registry
 from moesaic.models.kvcache.paged_kv import bytes_per_token
 from moesaic.models.shard import Shard
-from moesaic.runtime import cache_size, fitting, machine, quick_fit
+from moesaic.runtime import cache_size, fitting, quick_fit
 from moesaic.testing import byte_tokenizer
 
 MIB = 1 << 20
@@ -182,21 +182,3 @@ def test_servers_share_what_is_left(tmp_path: Path, available: Available) -> Non
     fitted = fitting.fit(config, cluster)
     assert fitted.streamed_bytes is not None and 0 < fitted.streamed_bytes < 0.15 * MIB
     assert 2 * fitted.streamed_bytes + int(fitted.config.cache.kv_cache_memory) <= 0.3 * MIB
-
-
-@pytest.mark.parametrize(
-    ("limit", "current", "stat", "left"),
-    [
-        ("max", 5, "", None),
-        (100, 70, "inactive_file 20\nactive_file 5\nanon 30", 55),
-        (100, 70, "anon 30", 30),
-        (100, 120, "", 0),
-    ],
-)
-def test_pages_of_files_count_as_left_in_a_container(
-    limit: Any, current: int, stat: str, left: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
-    for name, text in (("memory.max", limit), ("memory.current", current), ("memory.stat", stat)):
-        (tmp_path / name).write_text(str(text))
-    assert machine._cgroup_left() == left

@@ -122,22 +122,24 @@ class Forking:
 
     def _spawn_worker(self, config: WorkerConfig) -> local.ChildProcess:
         """In place of that of `cluster.local`."""
-        return self._spawn(self.torch, WORKER, config.to_json(), "worker process", config.devices)
+        model = Path(config.model.model)
+        return self._spawn(self.torch, WORKER, config.to_json(), "worker process", model, config.devices)
 
     def _spawn_server(self, config: ExpertServerConfig) -> local.ChildProcess:
         """In place of that of `cluster.local`. A server with native kernels does not import torch."""
         forks = self.torch if config.kernels == "reference" else self.plain
-        return self._spawn(forks, SERVER, config.to_json(), "expert server", config.devices)
+        model = Path(config.model)
+        return self._spawn(forks, SERVER, config.to_json(), "expert server", model, config.devices)
 
     def _spawn(
-        self, forks: ForkServer, module: str, config: str, name: str, devices: tuple[str, ...]
+        self, forks: ForkServer, module: str, config: str, name: str, model: Path, devices: tuple[str, ...]
     ) -> local.ChildProcess:
         ours, theirs = stream_pair()
         with theirs, Path(os.devnull).open("rb") as nothing:
             descriptors = [nothing.fileno(), 1, 2, theirs.fileno()]
             environment = worker_environment(devices=devices)
             pid = forks.fork(module, ["--config", config], environment, descriptors)
-        return local.ChildProcess(_Adopted(pid), StreamConnection(ours), name)
+        return local.ChildProcess(_Adopted(pid), StreamConnection(ours), name, model)
 
     def _spawn_rank(self, config: WorkerConfig, rank: int) -> subprocess.Popen[bytes]:
         """In place of that of `group.launcher`, where the first rank is in this process."""

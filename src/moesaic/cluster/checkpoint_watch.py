@@ -38,8 +38,6 @@ class Verdict:
     """Why no process may load the files, in words for people. None: one may."""
     stamp: str
     """The stamp (`models.fingerprint`) of the files that may be loaded."""
-    is_mapped_file_changed: bool = False
-    """Whether the very files that processes have open hold other bytes, with the old size and times."""
 
 
 class CheckpointGate:
@@ -55,12 +53,9 @@ class CheckpointGate:
         self._difference: str | None = None
         """How the contents of `_compared_states` differ from those of the start."""
         self._compared_states: States | None = None
-        self.is_mapped_file_changed = False
-        """Whether a file was last found to have other bytes, although size, time and inode are the same."""
 
     def explain(self, states: States, now: float) -> str | None:
         """Why no process may load the files now, in words for people; None if one may."""
-        self.is_mapped_file_changed = False
         for file, state in states.items():
             if state is None:
                 self._last = dict(states)
@@ -77,7 +72,6 @@ class CheckpointGate:
         if self._compared_states != states:
             self._compared_states, self._difference = dict(states), self._compare()
         if self._difference is not None:
-            self.is_mapped_file_changed = self._has_same_contents(states)
             return f"{changed_file}: this file changed while it was served: {self._difference}"
         LOG.warning("%s: the file's times or inode changed, its sampled bytes did not", changed_file)
         self._accepted_states = dict(states)
@@ -131,7 +125,7 @@ class CheckpointWatch:
             self._stamp = self._stamp if obstacle else fingerprint.stamp(self._path)
         except CheckpointError as error:  # a file changed between two looks
             obstacle = str(error)
-        return Verdict(obstacle, self._stamp, gate.is_mapped_file_changed)
+        return Verdict(obstacle, self._stamp)
 
     def _compare(self) -> str | None:
         """How the contents differ from those of the start."""

@@ -5,24 +5,25 @@ Question: Which cores does a process get, and which NUMA node?
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from moesaic.cluster.member import Role
 from moesaic.cluster.numa import Node
 from moesaic.config import WorkerConfig
+from moesaic.runtime.machine import allowed_cpus, limit_cores
 
 
 class Cores:
-    """The cores that this process may use, to be divided among its child processes.
+    """The cores that this process may use, to be divided among its child processes. Where a limit of CPU time
+    is lower, they are only as many as it allows.
 
     nodes: the NUMA nodes that processes are bound to. With fewer than two, none is bound.
     """
 
     def __init__(self, worker: WorkerConfig, nodes: Sequence[Node] = ()) -> None:
         self._nodes = tuple(nodes) if len(nodes) > 1 else ()
-        usable_cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-        self._cores = [cpu for node in self._nodes for cpu in node.cpus] or usable_cpus
+        usable_cpus = [cpu for node in self._nodes for cpu in node.cpus] or allowed_cpus()
+        self._num_usable, self._cores = len(usable_cpus), usable_cpus[: limit_cores(len(usable_cpus))]
         self._pin_threads = worker.model.pin_threads
         self._group = worker.parallel.tensor_parallel_size
 
@@ -47,7 +48,8 @@ class Cores:
         if len(own_nodes) != 1:
             return max(1, len(self._cores) // max(1, alike))
         sharing = [other_place for other_place in range(alike) if self.nodes(other_place, alike) == own_nodes]
-        return max(1, len(own_nodes[0].cpus) // len(sharing))
+        node_cores = len(own_nodes[0].cpus) * len(self._cores) // self._num_usable
+        return max(1, node_cores // len(sharing))
 
     def cpus(self, role: Role, place: int, ranks: int | None) -> tuple[int, ...]:
         """Returns the cores that --pin-threads assigns to a process; empty: any core.

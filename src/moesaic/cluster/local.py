@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from moesaic.config import ExpertServerConfig, WorkerConfig, worker_environment
+from moesaic.runtime.process_end import describe_exit
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 
@@ -18,6 +20,10 @@ class ChildProcess:
     connection: StreamConnection
     name: str = "worker process"
     """Name for people."""
+    model: Path | None = None
+    """The checkpoint that it maps."""
+    _end_description: str = ""
+    """How it ended, once somebody has asked."""
 
     @property
     def pid(self) -> int:
@@ -29,8 +35,8 @@ class ChildProcess:
             code = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return f"{self.name} {self.pid} closed its connection but still runs"
-        ending = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        return f"{self.name} {self.pid} {ending}"
+        self._end_description = self._end_description or describe_exit(code, self.model)
+        return f"{self.name} {self.pid} {self._end_description}"
 
     def kill(self) -> None:
         """Kills the process now. Its connection reports the end."""
@@ -50,15 +56,16 @@ class ChildProcess:
 
 def spawn_worker(config: WorkerConfig) -> ChildProcess:
     """Starts an attention worker. It loads in the background and sends Ready on the connection."""
-    return _spawn("moesaic.runtime", config.to_json(), "worker process", config.devices)
+    model = Path(config.model.model)
+    return _spawn("moesaic.runtime", config.to_json(), "worker process", model, config.devices)
 
 
 def spawn_server(config: ExpertServerConfig) -> ChildProcess:
     """Starts an expert server. It waits for its first Hold, loads, and sends Holds on the connection."""
-    return _spawn("moesaic.experts", config.to_json(), "expert server", config.devices)
+    return _spawn("moesaic.experts", config.to_json(), "expert server", Path(config.model), config.devices)
 
 
-def _spawn(module: str, config: str, name: str, devices: tuple[str, ...] = ()) -> ChildProcess:
+def _spawn(module: str, config: str, name: str, model: Path, devices: tuple[str, ...] = ()) -> ChildProcess:
     parent_end, child_end = stream_pair()
     with child_end:
         command = [
@@ -79,4 +86,4 @@ def _spawn(module: str, config: str, name: str, devices: tuple[str, ...] = ()) -
             env=worker_environment(devices=devices),
             process_group=0,
         )
-    return ChildProcess(process, StreamConnection(parent_end), name)
+    return ChildProcess(process, StreamConnection(parent_end), name, model)

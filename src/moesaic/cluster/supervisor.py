@@ -399,10 +399,6 @@ class Supervisor:
                 member.restart_at = min(member.restart_at, self._clock())
             return
         self._note(f"no process is started: {verdict.obstacle}")
-        for member in self._members.all_members if verdict.is_mapped_file_changed else ():
-            if member.child is not None and not member.is_external:
-                self._note(f"{member.name} computes from a file that was changed: killing it")
-                member.child.kill()
 
     def _announce(self) -> None:
         """Tells the engine, once all processes serve, that it may submit requests."""

@@ -46,7 +46,7 @@ def run(as_json: bool) -> int:
     choice = choose(machine)
     notes = warnings(machine, choice)
     gpu = machine.gpus[0].name if machine.gpus else None
-    schedule = schedule_curves.find(gpu, machine.cores)
+    schedule = schedule_curves.find(gpu, machine.threads)
     if as_json:
         report = {
             "version": __version__,
@@ -67,7 +67,7 @@ def choose(machine: Machine) -> Choice:
     kernels = table.pick(device)
     has_native = machine.gpus or table.instruction_sets()
     dtype = "the checkpoint's own" if has_native else "float32"
-    return Choice(device, kernels.name, dtype, machine.cores)
+    return Choice(device, kernels.name, dtype, machine.threads)
 
 
 def warnings(machine: Machine, choice: Choice) -> list[str]:
@@ -100,12 +100,6 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
     }  # without /proc only the kernels know
     if choice.device == "cpu" and not {"avx2", "neon"} & instruction_sets:
         notes.append("this CPU has neither AVX2 nor NEON: moesaic will be very slow on it")
-    if machine.cpu_quota is not None and machine.cpu_quota < machine.cores:
-        fit = max(1, int(machine.cpu_quota))
-        notes.append(
-            f"this container sees {machine.cores} cores but may use the time of {machine.cpu_quota:.1f}: "
-            f"give --threads {fit}, or the system will pause the threads in every step"
-        )
     if machine.memory_available < 2 * GIB:
         free = in_bytes(machine.memory_available)
         notes.append(
@@ -154,8 +148,12 @@ def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str
 
 
 def _facts(machine: Machine) -> dict[str, str]:
-    quota = "" if machine.cpu_quota is None else f", limited to the time of {machine.cpu_quota:.1f} cores"
-    limit = "" if machine.memory_limit is None else f", limited to {in_bytes(machine.memory_limit)}"
+    quota = limit = ""
+    if machine.cpu_quota is not None:
+        cpu_time, source = machine.cpu_quota.amount, machine.cpu_quota.source
+        quota = f", limited to the time of {cpu_time:.1f} cores by {source}"
+    if machine.memory_limit is not None:
+        limit = f", limited to {in_bytes(machine.memory_limit.amount)} by {machine.memory_limit.source}"
     gpus = [
         f"{gpu.name}, {in_bytes(gpu.free)} of {in_bytes(gpu.memory)} free, capability {gpu.capability}"
         for gpu in machine.gpus

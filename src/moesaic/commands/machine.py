@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import shutil
@@ -15,10 +14,10 @@ import torch
 from moesaic.cluster import numa
 from moesaic.config import hub_cache
 from moesaic.kernels import table
+from moesaic.runtime.limits import Limit, cpu_quota, memory_limit
 from moesaic.runtime.machine import NVIDIA, allowed_cpus, available_memory, cores
 
 _CPUINFO = Path("/proc/cpuinfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 INSTRUCTION_SETS = {
     "avx2": ("avx2",),
@@ -61,14 +60,16 @@ class Machine:
     cores_online: int
     numa_nodes: int
     """Number of NUMA nodes that have these cores."""
-    cpu_quota: float | None
+    cpu_quota: Limit | None
     """CPU time that a container may use, in cores. None without a limit."""
+    threads: int
+    """Number of cores that processes compute on: those of this process, within the limit."""
     instruction_sets: list[str]
     memory_total: int
     memory_available: int
     """Memory that can be used without swapping and within the container's limit."""
-    memory_limit: int | None
-    """The container's memory limit. None without a limit."""
+    memory_limit: Limit | None
+    """The limit of memory in bytes. None without a limit."""
     gpus: list[Gpu]
     nvidia_driver: bool
     """True if an NVIDIA driver is loaded, even if torch sees no GPU."""
@@ -90,14 +91,15 @@ def examine() -> Machine:
         system=platform.platform(),
         python=platform.python_version(),
         cpu=cpu_name(cpuinfo),
-        cores=cores(),
+        cores=len(allowed_cpus()),
         cores_online=os.cpu_count() or 1,
         numa_nodes=max(1, len(numa.list_nodes(allowed_cpus()))),
-        cpu_quota=cpu_quota(_CGROUP),
+        cpu_quota=cpu_quota(),
+        threads=cores(),
         instruction_sets=instruction_sets(cpuinfo),
         memory_total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         memory_available=available_memory(),
-        memory_limit=memory_limit(_CGROUP),
+        memory_limit=memory_limit(),
         gpus=_gpus(),
         nvidia_driver=NVIDIA.exists(),
         torch=str(torch.__version__),
@@ -117,29 +119,6 @@ def instruction_sets(cpuinfo: str) -> list[str]:
     """The names in INSTRUCTION_SETS that the first core supports."""
     flags = set(next(iter(_fields(cpuinfo, ("flags", "Features"))), "").split())
     return [name for name, cpu_flags in INSTRUCTION_SETS.items() if flags.issuperset(cpu_flags)]
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """The CPU time limit of a control group, version 2 or 1, in cores. None without a limit."""
-    # Version 2 has one file for quota and period, version 1 one for each.
-    new, old = cgroup / "cpu.max", cgroup / "cpu" / "cpu.cfs_quota_us"
-    if new.is_file():
-        quota, period = new.read_text().split()
-    elif old.is_file():
-        quota, period = old.read_text(), (old.parent / "cpu.cfs_period_us").read_text()
-    else:
-        return None
-    return None if quota.strip() in ("max", "-1") else int(quota) / int(period)
-
-
-def memory_limit(cgroup: Path) -> int | None:
-    """The memory limit of a control group, version 2 or 1, in bytes. None without a limit."""
-    for file in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
-        if file.is_file():
-            text = file.read_text().strip()
-            # Version 1 expresses "no limit" by a number near 2^63.
-            return None if text == "max" or math.log2(int(text) + 1) > 60 else int(text)
-    return None
 
 
 def nearest_existing(path: Path) -> Path:

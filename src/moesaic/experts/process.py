@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from moesaic.config import ON_GPUS, ExpertServerConfig
@@ -31,6 +32,7 @@ from moesaic.experts.server import ExpertServer
 from moesaic.experts.server_memory import HostMemory, JoinedJob, ServerTransport
 from moesaic.models import fingerprint
 from moesaic.models.fingerprint import DigestQueue
+from moesaic.models.served_files import watch_files
 from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.expert_server import ExpertServerScheduler, StartRule
@@ -39,7 +41,7 @@ from moesaic.trace.track import Track
 from moesaic.transport.authentication import RefusedByCluster
 from moesaic.transport.calls import HEAP_BYTES
 from moesaic.transport.listening import NIXL_KIND, Listener
-from moesaic.transport.stream import StreamConnection
+from moesaic.transport.stream import StreamConnection, end_process
 from moesaic.transport.wakeup import Wakeup
 
 REPORT_SECONDS = 0.2
@@ -68,10 +70,9 @@ def serve(
         raise ConnectionLost("the supervisor's first message was not Hold")
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
-    path = Path(config.model)
+    path, kept_experts = Path(config.model), kept_experts or KeptExperts()
     stamp = config.checkpoint_stamp or fingerprint.stamp(path)
     with fingerprint.guard_unchanged(path, stamp):
-        kept_experts = kept_experts or KeptExperts()
         unpaced_backend, residency = kept_experts.get(config, stamp, _backend)
         backend, pace = _apply_pace(unpaced_backend, config)
         backend.keep_only(first.experts)  # before others are loaded, so that memory need not have both
@@ -84,13 +85,14 @@ def serve(
     observer = None if config.trace is None else ServerTrace(Track(Path(config.trace), clock))
     server = ExpertServer(config.layout, backend, listener, service, clock, observer, relay, transport.memory)
     loader = _ExpertLoader(supervisor, backend, listener.endpoint, config, stamp, digests, transport.job)
-    loader.change(first)
     stop_event = threading.Event()
     arguments = supervisor, server, pace, residency, stop_event
     reports = threading.Thread(target=_report, args=arguments, daemon=True)
     reports.start()
     try:
-        _serve(supervisor, server, loader, relay, secret, wakeup, transport.job)
+        with _watch_files(config, stamp, supervisor):
+            loader.change(first)
+            _serve(supervisor, server, loader, relay, secret, wakeup, transport.job)
         return 0
     finally:
         stop_event.set()
@@ -124,6 +126,15 @@ def _serve(
                 case messages.Shutdown():
                     return
         server.turn(None, (wakeup.fileno(),))
+
+
+def _watch_files(
+    config: ExpertServerConfig, stamp: str, supervisor: StreamConnection
+) -> contextlib.AbstractContextManager[None]:
+    """Ends this process when somebody writes to a file that it computes from."""
+    if config.fast_memory is None and (config.device != "cpu" or not config.mmap):
+        return contextlib.nullcontext()  # it has copied them
+    return watch_files(Path(config.model), stamp, partial(end_process, supervisor))
 
 
 def _transport(config: ExpertServerConfig, membership: JobMembership) -> ServerTransport:

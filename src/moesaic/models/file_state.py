@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from moesaic.core.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class FileState:
@@ -41,3 +43,37 @@ def read_state(file: Path) -> FileState | None:
         return FileState.from_stat(file.stat())
     except OSError:
         return None
+
+
+class OpenFile:
+    """A file that this process has open: whether it is as it was when this object was created."""
+
+    def __init__(self, file: Path, descriptor: int) -> None:
+        """descriptor: stays the caller's."""
+        self._file, self._descriptor = file, descriptor
+        self.state = FileState.from_stat(os.fstat(descriptor))
+
+    def read_change(self) -> FileState | None:
+        """The state now, if it is another one. Raises OSError as `os.fstat`."""
+        status, state = os.fstat(self._descriptor), self.state
+        # Device and inode of an open file stay the same. This runs for every read, so no object is made.
+        if (status.st_ctime_ns, status.st_mtime_ns, status.st_size) == (
+            state.changed_ns,
+            state.modified_ns,
+            state.size,
+        ):
+            return None
+        return FileState.from_stat(status)
+
+    def check(self) -> None:
+        """Raise CheckpointError if somebody has written to the file since then."""
+        state = self.read_change()
+        if state is not None and not state.has_contents_of(self.state):
+            raise CheckpointError(self.describe_change(state))
+
+    def describe_change(self, state: FileState) -> str:
+        """What has happened to a file that has this state now, in words for people."""
+        change = f"it has {state.size} bytes instead of {self.state.size}"
+        if state.size == self.state.size:
+            change = "it was written over in place"
+        return f"{self._file}: this file changed while it was served: {change}"

@@ -30,7 +30,7 @@ from moesaic.core.errors import CheckpointError
 from moesaic.core.experts import ExpertLayout
 from moesaic.models.files import read_config
 from moesaic.models.gguf.header import is_gguf
-from moesaic.models.headers import Headers, Place
+from moesaic.models.headers import INDEX, Headers, Place
 
 SAMPLED = 64 << 20
 """Maximum bytes of all samples."""
@@ -52,7 +52,7 @@ def compute_fingerprint(path: Path) -> str:
 
     Raises CheckpointError for files that are missing or damaged.
     """
-    return _compute(path, _state(path))
+    return _compute(path, stamp(path), _state(path))
 
 
 def difference(first: str, second: str) -> str:
@@ -131,7 +131,7 @@ class ExpertDigests:
         digests = self._digests[file]
         if name not in digests:
             digest = _digest(file, [(place.offset, place.size)])
-            if _key(_stat(file)) != _key(self._file_stats[file]):
+            if _identity(_stat(file)) != _identity(self._file_stats[file]):
                 raise _change_error(file)
             digests[name] = digest
             self._new.add(file)
@@ -168,7 +168,7 @@ class DigestQueue:
 
 
 @cache
-def _compute(path: Path, state: str) -> str:
+def _compute(path: Path, first_stamp: str, state: str) -> str:
     entry = read_cache(state)
     if not _FINGERPRINT.fullmatch(entry.get("fingerprint", "")):
         config = {key: value for key, value in read_config(path).items() if key not in NOT_COMPARED}
@@ -181,9 +181,9 @@ def _compute(path: Path, state: str) -> str:
         parts = _hash([json.dumps(config, sort_keys=True)]), _hash(names), _hash(samples)
         entry = {"fingerprint": ".".join(part[:16] for part in parts)}
         # A file that changed in between would give a fingerprint that no checkpoint has.
-        if _state(path) != state:
-            raise _change_error(path)
-        if sum(min(max_bytes, place.size) for place in tensors.values()) > KEPT:
+        check_unchanged(path, first_stamp)
+        num_sampled_bytes = sum(min(max_bytes, place.size) for place in tensors.values())
+        if num_sampled_bytes > KEPT and _state(path) == state:
             write_cache(state, entry)
     return entry["fingerprint"]
 
@@ -229,6 +229,11 @@ def list_files(path: Path) -> list[Path]:
     """The files that a fingerprint is of. Raises CheckpointError if one of them cannot be read."""
     config = [] if is_gguf(path) else [path / "config.json"]
     return [*config, *Headers(path).files]
+
+
+def list_weight_files(path: Path) -> list[Path]:
+    """The files with tensors. Raises CheckpointError as `list_files`."""
+    return [file for file in Headers(path).files if file.name != INDEX]
 
 
 def _stat(file: Path) -> os.stat_result:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moesaic.models.file_state import OpenFile
+
 ALIGNMENT = 4096
 """Offsets, lengths and addresses must be multiples of this many bytes."""
 PIECE = 8 << 20
@@ -33,6 +35,7 @@ class DirectFile:
         """Whether reads bypass the page cache."""
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if descriptor is None else descriptor
         self._end = weakref.finalize(self, os.close, self._descriptor)
+        self._open_file = OpenFile(path, self._descriptor)
         if descriptor is None:  # drop cached pages, and disable read-ahead
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
@@ -41,7 +44,8 @@ class DirectFile:
         """Reads the bytes from `offset` into `target`, without the GIL. Returns how many bytes were read.
 
         At the end of the file they are fewer, and the rest of `target` stays as it is. Raises ValueError if
-        offset, length or address is not a multiple of ALIGNMENT, and OSError if the disk fails.
+        offset, length or address is not a multiple of ALIGNMENT, OSError if the disk fails, and
+        CheckpointError if somebody has written to the file since it was opened.
         """
         target = target.cast("B")
         address = np.frombuffer(target, np.uint8).ctypes.data if target else 0
@@ -57,6 +61,7 @@ class DirectFile:
             # A direct read only ends within a block where the file does.
             if not count or (self.direct and count % ALIGNMENT):
                 break
+        self._open_file.check()
         return got
 
     def _piece(self, offset: int, target: memoryview) -> int:

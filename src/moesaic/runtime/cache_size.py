@@ -18,7 +18,7 @@ from moesaic.models.spec import ModelSpec
 from moesaic.offload.padding import PaddedBlocks
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.stateblocks import StateBlocks
-from moesaic.runtime.machine import available_memory, total_memory
+from moesaic.runtime.machine import available_memory, describe_total_memory, total_memory
 from moesaic.runtime.model_loading import LoadedModel, select_device
 from moesaic.runtime.quick_fit import AUTO_SHARE as AUTO_SHARE
 
@@ -142,11 +142,12 @@ def _states(config: WorkerConfig, spec: ModelSpec, budget: int) -> tuple[int, in
 def parse_cache_memory(config: WorkerConfig, device: torch.device) -> int:
     """The bytes of --kv-cache-memory. Raises ConfigError if they are more than all memory of the machine."""
     num_bytes = parse_bytes("--kv-cache-memory", config.cache.kv_cache_memory)
-    max_bytes = total_memory()
+    max_bytes, source = total_memory(), describe_total_memory()
     if device.type == "cuda":  # the cache is in the GPUs' memory, or in RAM where the plan says so
-        max_bytes = max(max_bytes, torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size)
+        gpu_bytes = torch.cuda.mem_get_info(device)[1] * config.parallel.tensor_parallel_size
+        max_bytes, source = max((max_bytes, source), (gpu_bytes, "the memory of the GPUs"))
     if num_bytes > max_bytes:
-        allowed_text = f"at most {max_bytes / 2**30:.1f}GiB, the memory of this machine"
+        allowed_text = f"at most {max_bytes / 2**30:.1f}GiB, {source}"
         raise ConfigError.field("--kv-cache-memory", config.cache.kv_cache_memory, allowed_text)
     return num_bytes
 

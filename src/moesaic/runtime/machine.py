@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from moesaic.runtime.limits import cpu_quota, memory_limit, tightest_memory_limit
+
 _MEMINFO = Path("/proc/meminfo")
 NVIDIA = Path("/dev/nvidiactl")
 """Exists where an NVIDIA driver is loaded."""
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -47,8 +48,17 @@ def trim_freed_memory() -> None:
 
 
 def cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(allowed_cpus())
+    """The number of cores that this process may run on, within the limit of CPU time."""
+    return limit_cores(len(allowed_cpus()))
+
+
+def limit_cores(count: int) -> int:
+    """The number of these cores that may compute all the time, by the limit of CPU time: at least one.
+
+    More threads would be paused in every step.
+    """
+    quota = cpu_quota()
+    return count if quota is None else max(1, min(count, int(quota.amount)))
 
 
 def allowed_cpus() -> list[int]:
@@ -65,36 +75,21 @@ def stay_on(cpus: Iterable[int]) -> None:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping, within the memory limit of a container."""
+    """Bytes that can be allocated without swapping, within the limits of `limits.memory_limit`."""
     if not _MEMINFO.is_file():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = _cgroup_left()
-    return available if limit is None else min(available, limit)
+    available, limit = int(fields["MemAvailable"].split()[0]) * 1024, tightest_memory_limit()
+    return available if limit is None else min(available, int(limit.left))
 
 
 def total_memory() -> int:
-    """Bytes of memory that this machine has, within the memory limit of a container."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _CGROUP / "memory.max"
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return total if text == "max" else min(total, int(text))
+    """Bytes of memory that processes may use."""
+    total, limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_limit()
+    return total if limit is None else min(total, int(limit.amount))
 
 
-def _cgroup_left() -> int | None:
-    """Bytes left below the memory limit of this control group (version 2), or None without a limit.
-
-    Pages of files count as left, as in MemAvailable, since the kernel drops them when memory is needed.
-    """
-    limit, current = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if not limit.is_file() or not current.is_file() or limit.read_text().strip() == "max":
-        return None
-    return max(0, int(limit.read_text()) - int(current.read_text()) + _cgroup_file_pages())
-
-
-def _cgroup_file_pages() -> int:
-    """Bytes of files that this control group has in memory, without shared memory."""
-    stat = _CGROUP / "memory.stat"
-    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+def describe_total_memory() -> str:
+    """What sets `total_memory`, in words for people."""
+    limit = memory_limit()
+    return "the memory of this machine" if limit is None or limit.amount > total_memory() else limit.source

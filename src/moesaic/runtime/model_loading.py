@@ -106,6 +106,11 @@ def select_device(config: ModelConfig) -> torch.device:
     return torch.device("cuda" if cuda else "cpu")
 
 
+def maps_files(config: ModelConfig) -> bool:
+    """Whether the model is computed from the mapped files. Otherwise they are copied when it is loaded."""
+    return config.mmap and select_device(config).type == "cpu"
+
+
 def count_gpus(config: ModelConfig) -> int:
     """The number of GPUs that this process sees; 0 if the model computes on a CPU."""
     return torch.cuda.device_count() if select_device(config).type == "cuda" else 0

@@ -10,18 +10,22 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 
 import torch
 
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.models import files, fingerprint
 from moesaic.models.checkpoint import Progress
+from moesaic.models.served_files import watch_files
 from moesaic.runtime import out_of_memory
 from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.keeping import KeptModel
-from moesaic.transport.stream import StreamConnection
+from moesaic.runtime.model_loading import maps_files
+from moesaic.transport.stream import StreamConnection, end_process
 from moesaic.transport.wakeup import Wakeup
 
 ALIVE_SECONDS = 0.2
@@ -41,8 +45,7 @@ def serve(
     kept_model: has the weights that were loaded for the last supervisor, and gets those of this one. Then
     nothing else of the worker is left when this raises ConnectionLost. None: the process ends then.
 
-    Raises ConnectionLost when the other end is gone, and ConfigError or CheckpointError for what the user has
-    to change.
+    Raises ConnectionLost when the other end is gone, and ConfigError for what the user has to change.
     """
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
@@ -64,11 +67,12 @@ def serve(
             raise
         raise ConfigError(str(error)) from error  # such as that of a rank that could not be started
     try:
-        decodes = config.kv_role != "prefill"  # a job of GPUs is for steps of next tokens
-        connection.send(messages.Ready(info, weights, worker.job_id if decodes else b""))
-        if config.supervised:
-            threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
-        worker.run()
+        with _watch_files(config, connection):
+            decodes = config.kv_role != "prefill"  # a job of GPUs is for steps of next tokens
+            connection.send(messages.Ready(info, weights, worker.job_id if decodes else b""))
+            if config.supervised:
+                threading.Thread(target=_send_alive, args=(connection,), name="alive", daemon=True).start()
+            worker.run()
     except ConnectionLost as error:
         if kept_model is not None:
             worker.close()
@@ -78,6 +82,20 @@ def serve(
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.describe_step_error(error)) from error
     return 0
+
+
+def _watch_files(
+    config: WorkerConfig, connection: StreamConnection
+) -> contextlib.AbstractContextManager[None]:
+    """Ends this process when somebody writes to a file that it computes from.
+
+    The other ranks of this host have the same files, and end with it.
+    """
+    if config.offload is None and not maps_files(config.model):
+        return contextlib.nullcontext()
+    path = files.resolve(*config.model.source)
+    stamp = config.checkpoint_stamp or fingerprint.stamp(path)
+    return watch_files(path, stamp, partial(end_process, connection))
 
 
 def _make_progress(connection: StreamConnection) -> Progress:

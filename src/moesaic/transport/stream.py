@@ -15,6 +15,8 @@ thread sends. So the bytes of a socket, and the records of a sealed one, keep th
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import queue
 import socket
 import struct
@@ -23,6 +25,7 @@ import time
 import typing
 from collections import deque
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
@@ -31,6 +34,7 @@ from moesaic.core.errors import ConnectionLost, MoesaicError
 from moesaic.core.messages import Alive, Message
 from moesaic.transport.sealed_socket import Wire
 
+LOG = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 MAX_FRAME = 1 << 30
 """Maximum bytes of a frame. A longer one does not come from moesaic."""
@@ -242,6 +246,17 @@ class StreamConnection:
             self._beaten = now
             with contextlib.suppress(ConnectionLost):  # what the peer sent before can still be received
                 self.send(Alive())
+
+
+def end_process(connection: StreamConnection, reason: str) -> NoReturn:
+    """Tell the other end what the user has to change, and end this process at once, from any thread.
+
+    The exit code is that of a fault, so that a service manager starts a process of its own again.
+    """
+    LOG.error("%s; this process ends", reason)
+    with contextlib.suppress(ConnectionLost):
+        connection.send(messages.WorkerFailed(reason, user_error=True))
+    os._exit(1)
 
 
 def _timeout(seconds: float) -> bytes:

@@ -13,10 +13,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.config import worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.runtime.process_end import describe_exit
 from moesaic.transport.authentication import PeerRefused, RefusedByCluster
 
 _KINDS: dict[str, type[ConnectionLost]] = {
@@ -46,6 +48,8 @@ class Child:
     process: subprocess.Popen[bytes]
     is_waiting: bool = False
     """It has lost its connection, and waits until it is asked to join again."""
+    model: Path | None = None
+    """The checkpoint that it maps. None: it has not joined, and serves what the cluster does."""
 
     def rejoin(self) -> None:
         """Ask it to join again. If it has ended meanwhile, `wait` says so."""
@@ -64,6 +68,7 @@ class Child:
         for line in self.process.stdout:
             event, text, self.is_waiting = json.loads(line)
             if event == "joined":
+                self.model = self.model or Path(text)
                 on_joined(text)
             if self.is_waiting:
                 raise _KINDS[event](text)
@@ -73,8 +78,8 @@ class Child:
         if event in _KINDS:
             raise _KINDS[event](text)
         if code:
-            ending = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            raise ConnectionLost(f"the process {self.process.pid} {ending}")
+            verb = "was " if code < 0 else ""
+            raise ConnectionLost(f"the process {self.process.pid} {verb}{describe_exit(code, self.model)}")
         return 0
 
     def close(self) -> None:
@@ -111,7 +116,7 @@ def start(
     )
     assert process.stdin is not None
     os.write(process.stdin.fileno(), secret.hex().encode() + b"\n")
-    return Child(process)
+    return Child(process, model=Path(joining.model) if joining.model else None)
 
 
 class KeptChild:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.models import fingerprint
 from moesaic.models.gguf.header import is_gguf
 from moesaic.policy.fleet.silence import RULE
+from moesaic.runtime.machine import cores
 from moesaic.transport import address as addresses
 from moesaic.transport.authentication import Deadline, PeerRefused, RefusedByCluster, Terms, prove_as_client
 from moesaic.transport.calls import MIN_HEAP
@@ -225,4 +225,4 @@ def check_path(model: Path) -> None:
 
 def count_threads(joining: JoinOptions) -> int:
     """Compute threads of the process."""
-    return joining.threads or len(os.sched_getaffinity(0))
+    return joining.threads or cores()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from moesaic.models import files, fingerprint, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory, layer_memory
 from moesaic.models.kvcache.paged_kv import PagedKV
+from moesaic.models.served_files import watch_files
 from moesaic.models.shard import Shard
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded_worker, out_of_memory
@@ -58,6 +60,7 @@ from moesaic.runtime.model_loading import (
     context_length,
     count_gpus,
     load_model,
+    maps_files,
     read_expert_layout,
     select_device,
 )
@@ -439,7 +442,7 @@ def follow(config: WorkerConfig, meeting: RanksMeet, on_rank_lost: Callable[[str
     """Compute with the ranks of this host, which is not the one of rank 0, until the group ends.
 
     config: of the worker, for this host. meeting: with the number of this host. on_rank_lost: called from a
-    thread if another rank of this host ends.
+    thread if another rank of this host ends, or if a file that it computes from is written to.
 
     Raises ConnectionLost at the end of the group, and ConfigError or CheckpointError, one line each, for what
     the user has to change.
@@ -450,7 +453,9 @@ def follow(config: WorkerConfig, meeting: RanksMeet, on_rank_lost: Callable[[str
             group = launcher.gather()
             ranks = build_follower(rank_config(config, group.rank), group)
         launcher.watch_ranks(on_rank_lost)
-        ranks.follow()
+        path, is_mapped = files.resolve(*config.model.source), maps_files(config.model)
+        with watch_files(path, config.checkpoint_stamp, on_rank_lost) if is_mapped else nullcontext():
+            ranks.follow()
     except ConnectionLost as error:
         raise launcher.explain_loss(error) from None
     except torch.OutOfMemoryError as error:

@@ -19,14 +19,16 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from moesaic.config import WorkerConfig, one_gpu, worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.core.messages import RanksMeet
 from moesaic.experts.collectives.group import Group
-from moesaic.runtime.machine import allowed_cpus, cores
+from moesaic.runtime.machine import allowed_cpus, limit_cores
 from moesaic.runtime.model_loading import count_gpus
+from moesaic.runtime.process_end import describe_exit
 
 try:
     from moesaic.runtime.group.meeting import RankPlace, meet
@@ -57,6 +59,8 @@ class EndedRank:
     code: int
     reason: str
     """The line that it wrote before it ended, or an empty string."""
+    ending: str = ""
+    """How the process ended, in words for people."""
 
     @property
     def ended_with_group(self) -> bool:
@@ -65,7 +69,7 @@ class EndedRank:
 
     @property
     def text(self) -> str:
-        cause = self.reason or f"process {self.pid} ended with code {self.code}"
+        cause = self.reason or f"process {self.pid} {self.ending}"
         return f"rank {self.rank} of the group is gone: {cause}"
 
 
@@ -99,7 +103,7 @@ class RankLauncher:
         self._ended_rank: EndedRank | None = None
         self._ending = weakref.finalize(self, _end, processes, self._end_event)
         for rank, process in enumerate(processes, start=node * self.size + 1):
-            _in_thread(_watch, rank, process, self._ended_ranks)
+            _in_thread(_watch, rank, process, Path(config.model.model), self._ended_ranks)
 
     @contextlib.contextmanager
     def starting(self) -> Generator[None]:
@@ -211,7 +215,9 @@ def _find_first_ended(
     return ended_rank
 
 
-def _watch(rank: int, process: subprocess.Popen[bytes], ended_ranks: SimpleQueue[EndedRank]) -> None:
+def _watch(
+    rank: int, process: subprocess.Popen[bytes], model: Path, ended_ranks: SimpleQueue[EndedRank]
+) -> None:
     """Watch a rank until it ends. It sends signs of life once Python has loaded the program."""
     assert process.stdout is not None
     output = b""  # without signs of life
@@ -224,7 +230,8 @@ def _watch(rank: int, process: subprocess.Popen[bytes], ended_ranks: SimpleQueue
             if not any(poller.poll(1000 * FROZEN_SECONDS / TURNS) for _ in range(TURNS)):
                 process.kill()
     line = output.partition(b"\n")[0].decode(errors="replace")
-    ended_ranks.put(EndedRank(rank, process.pid, process.wait(), line))
+    code = process.wait()
+    ended_ranks.put(EndedRank(rank, process.pid, code, line, describe_exit(code, model)))
 
 
 def _end(processes: list[subprocess.Popen[bytes]], end_event: threading.Event) -> None:
@@ -252,5 +259,5 @@ def rank_config(config: WorkerConfig, rank: int) -> WorkerConfig:
         if len(cpus) >= size
         else cpus
     )
-    threads = config.most_threads or len(cpus) or cores()
+    threads = config.most_threads or limit_cores(len(cpus) or len(allowed_cpus()))
     return replace(config, cpus=own_cpus, most_threads=max(1, threads // size))
