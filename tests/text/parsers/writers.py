@@ -140,6 +140,47 @@ def write_hy3(calls: list[Call], damage: Damage) -> str:
     return f"<tool_calls:opensource>\n{text}</tool_calls:opensource>"
 
 
+PREFIX = "]<]minimax[>["
+
+
+def write_minimax_m3(calls: list[Call], damage: Damage) -> str:
+    text = f"{PREFIX}<tool_call>\n"
+    for name, arguments in calls:
+        text += f'{PREFIX}<invoke name="{name}">'
+        for number, (key, value) in enumerate(arguments.items()):
+            is_open = ("last " if number == len(arguments) - 1 else "") + "value open" in damage
+            inner = value if isinstance(value, str) else write_element(value)
+            text += f"{PREFIX}<{key}>{inner}" + ("" if is_open else f"{PREFIX}</{key}>")
+        text += ("" if "call open" in damage else f"{PREFIX}</invoke>") + "\n"
+    return text + ("" if "block open" in damage else f"{PREFIX}</tool_call>")
+
+
+def write_element(value: Any) -> str:
+    """A value in elements. What elements cannot write unmistakably without a schema is JSON."""
+    if isinstance(value, str) and not is_json(value):
+        return value
+    keys = value if isinstance(value, dict) else ["item"] * len(value) if isinstance(value, list) else []
+    if not keys or None in (value.values() if isinstance(value, dict) else value) or not all(map(is_key, keys)):
+        return json.dumps(value, ensure_ascii=False)
+    children = value.values() if isinstance(value, dict) else value
+    return "".join(
+        f"{PREFIX}<{key}>{write_element(child)}{PREFIX}</{key}>"
+        for key, child in zip(keys, children, strict=True)
+    )
+
+
+def is_key(text: str) -> bool:
+    return text.isalpha()
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 WRITERS: dict[str, Callable[[list[Call], Damage], str]] = {
     "hermes": write_hermes,
     "qwen3_coder": write_tagged(XML, "\n", "\n"),
@@ -148,6 +189,7 @@ WRITERS: dict[str, Callable[[list[Call], Damage], str]] = {
     "glm47": write_glm(""),
     "hy_v3": write_hy3,
     "minimax_m2": write_tagged(INVOKE, "\n"),
+    "minimax_m3": write_minimax_m3,
     "deepseek_v31": write_tokens(
         "<｜tool▁call▁begin｜>",
         "{name}<｜tool▁sep｜>",

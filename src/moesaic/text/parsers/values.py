@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 from moesaic.core.schema_types import TYPE_ALIASES
@@ -38,19 +40,53 @@ def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
 
 def find_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that the schema allows for argument `key`. Empty if it does not say."""
-    schemas = [_mapping(parameters.get("properties")).get(key)]
-    types, seen_paths = set[str](), set[str]()
-    while schemas:
-        schema = _mapping(schemas.pop())
-        own_types = _own_types(schema)
-        types |= own_types
-        if not own_types:
-            schemas += [part for name in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(name))]
-        path = schema.get("$ref")
-        if isinstance(path, str) and path not in seen_paths:  # a schema may refer to itself
-            seen_paths.add(path)
-            schemas.append(_resolve_reference(path, parameters))
-    return frozenset(types)
+    return ValueSchema.of(parameters).child(key).types
+
+
+@dataclass(frozen=True)
+class ValueSchema:
+    """What a schema says about one value."""
+
+    parts: tuple[Mapping[str, Any], ...]
+    """It and its alternatives."""
+    root: Mapping[str, Any]
+    """The schema that references point into."""
+
+    @classmethod
+    def of(cls, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> ValueSchema:
+        """root: None for the schema itself."""
+        root = schema if root is None else root
+        schemas: list[object] = [schema]
+        parts, seen_paths = list[Mapping[str, Any]](), set[str]()
+        while schemas:
+            part = _mapping(schemas.pop())
+            parts.append(part)
+            if not _own_types(part):
+                schemas += [choice for name in ("anyOf", "oneOf", "allOf") for choice in _list(part.get(name))]
+            path = part.get("$ref")
+            if isinstance(path, str) and path not in seen_paths:  # a schema may refer to itself
+                seen_paths.add(path)
+                schemas.append(resolve_reference(path, root))
+        return cls(tuple(parts), root)
+
+    @cached_property
+    def types(self) -> frozenset[str]:
+        """The JSON types that it allows. Empty if it does not say."""
+        return frozenset(name for part in self.parts for name in _own_types(part))
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The keys that it names."""
+        return frozenset(key for part in self.parts for key in _mapping(part.get("properties")))
+
+    def child(self, key: str, number: int = 0) -> ValueSchema:
+        """The schema of a member, or of an item with this number."""
+        schemas: list[object] = []
+        for part in self.parts:
+            properties, items = _mapping(part.get("properties")), _list(part.get("prefixItems"))
+            schemas.append(properties[key] if key in properties else part.get("additionalProperties"))
+            schemas.append(items[number] if number < len(items) else part.get("items"))
+        return ValueSchema.of({"anyOf": schemas}, self.root)
 
 
 def write_json(text: str, types: frozenset[str]) -> str:
@@ -102,7 +138,7 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
     return {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
 
 
-def _resolve_reference(path: str, root: Mapping[str, Any]) -> object:
+def resolve_reference(path: str, root: Mapping[str, Any]) -> object:
     """What `#/$defs/name` leads to in the schema; None if there is nothing."""
     if not path.startswith("#/"):
         return None
