@@ -326,8 +326,10 @@ def _read_tag_in_value(reader: Reader) -> Steps[_Tag]:
         if tag.is_end and not tag.ends_call:
             blank = yield from skip_blank(reader)
             if not (yield from is_at_end(reader)):
-                yield from read_literal(reader, f"{PREFIX}<")
-                reader.unread(f"{PREFIX}<")
+                yield from read_literal(reader, PREFIX)
+                following_blank = yield from skip_blank(reader)
+                yield from read_literal(reader, "<")
+                reader.unread(f"{PREFIX}{following_blank}<")
             reader.unread(blank)
     except MalformedText:
         return (yield from _give_up(reader))
