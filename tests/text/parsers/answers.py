@@ -162,6 +162,14 @@ COMPLETE = {
         ).replace("~", "]<]minimax[>["),
         (("get_weather", '{"where": {"lat": 1.5, "of": ["a", {"on": true}]}, "note": ""}'),),
     ),
+    "minimax_m3 keys like tags": Answer(
+        "minimax_m3",
+        M3.format(
+            '~<invoke name="get_weather">~<where>~<tool_call>1~</tool_call>~<invoke>~<item>a~</item>~</invoke>'
+            "~</where>~</invoke>"
+        ).replace("~", "]<]minimax[>["),
+        (("get_weather", '{"where": {"tool_call": 1, "invoke": ["a"]}}'),),
+    ),
     "minimax_m3 JSON in an element": Answer(
         "minimax_m3",
         M3.format(M3_CALL.replace("days>2", 'where>{"lat": [1]}').replace("days", "where")),
@@ -369,6 +377,11 @@ DAMAGED = {
         "minimax_m3",
         M3.format(M3_CALL.replace("</city>", "</city>, CH")),
         (("get_weather", '{"city": "Bern]<]minimax[>[</city>, CH", "days": 2}'),),
+    ),
+    "minimax_m3 call and block open before the next": Answer(
+        "minimax_m3",
+        M3.format(M3_CALL).partition("]<]minimax[>[</invoke>")[0] + f"\n{M3.format(M3_CALL)}",
+        WEATHER * 2,
     ),
     "minimax_m3 in open reasoning": Answer(
         "minimax_m3", f"So.{M3.format(M3_CALL)}", WEATHER, "", "So.", "minimax_m3", True

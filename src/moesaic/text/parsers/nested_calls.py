@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from moesaic.text.parsers.calls import MarkedCalls
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Event, MalformedText, Steps
-from moesaic.text.parsers.reader import Reader, is_at_end, read_literal, read_up_to, skip_blank
+from moesaic.text.parsers.reader import Reader, is_at_end, read_if_next, read_literal, read_up_to, skip_blank
 from moesaic.text.parsers.values import ValueSchema, find_parameters, write_json
 
 PREFIX = "]<]minimax[>["
@@ -28,6 +28,7 @@ class _Tag:
     """As it stands there, with the white space before it."""
     name: str
     is_end: bool = False
+    starts_block: bool = False
 
     @property
     def tool(self) -> str | None:
@@ -37,7 +38,7 @@ class _Tag:
 
     @property
     def opens_element(self) -> bool:
-        return bool(self.name) and not self.is_end and self.name != BLOCK and self.tool is None
+        return bool(self.name) and not self.is_end and not self.starts_block and self.tool is None
 
     @property
     def ends_call(self) -> bool:
@@ -177,7 +178,7 @@ class MiniMaxM3(MarkedCalls):
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         tag = yield from _read_tag(reader)
-        if tag.name == BLOCK and not tag.is_end:
+        if tag.starts_block:
             tag = yield from _read_prefixed_tag(reader)
         return (yield from self._begin_call(reader, tag))
 
@@ -297,7 +298,21 @@ def _read_tag(reader: Reader) -> Steps[_Tag]:
     name = inner.removeprefix("/").strip()
     if not name:
         raise MalformedText
-    return _Tag(f"{blank}<{inner}>", name, inner.startswith("/"))
+    text = f"{blank}<{inner}>"
+    starts_block = inner == BLOCK and (yield from _is_tag_next(reader, f"<{CALL} "))
+    return _Tag(text, name, inner.startswith("/"), starts_block)
+
+
+def _is_tag_next(reader: Reader, text: str, or_end: bool = False) -> Steps[bool]:
+    """Whether a tag that begins with `text` comes next. Nothing is read. or_end: or the end of the text."""
+    read = yield from skip_blank(reader)
+    is_next = or_end and (yield from is_at_end(reader))
+    if (yield from read_if_next(reader, PREFIX)):
+        read += PREFIX + (yield from skip_blank(reader))
+        if (yield from read_if_next(reader, text)):
+            is_next, read = True, read + text
+    reader.unread(read)
+    return is_next or (or_end and reader.is_cut)
 
 
 def _read_prefixed_tag(reader: Reader) -> Steps[_Tag]:
@@ -324,13 +339,8 @@ def _read_tag_in_value(reader: Reader) -> Steps[_Tag]:
     try:
         tag = yield from _read_tag(reader)
         if tag.is_end and not tag.ends_call:
-            blank = yield from skip_blank(reader)
-            if not (yield from is_at_end(reader)):
-                yield from read_literal(reader, PREFIX)
-                following_blank = yield from skip_blank(reader)
-                yield from read_literal(reader, "<")
-                reader.unread(f"{PREFIX}{following_blank}<")
-            reader.unread(blank)
+            if not (yield from _is_tag_next(reader, "<", or_end=True)):
+                raise MalformedText
     except MalformedText:
         return (yield from _give_up(reader))
     reader.succeed()

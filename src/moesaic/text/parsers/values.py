@@ -26,6 +26,8 @@ _TYPES: dict[type, tuple[str, ...]] = {
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|\b(?:True|False|None)\b""", re.DOTALL)
 """Strings and constants as Python writes them, and escapes outside of them, for linear time."""
+_UNUSUAL_NUMBER = re.compile(r"(?P<sign>[+-]?)0*(?P<rest>\d.*)")
+"""A number with a plus sign or zeros before it, which JSON forbids."""
 _PYTHON_SIGNS = re.compile(r'\\.|"', re.DOTALL)
 
 
@@ -57,17 +59,17 @@ class ValueSchema:
         """root: None for the schema itself."""
         root = schema if root is None else root
         schemas: list[object] = [schema]
-        parts, seen_paths = list[Mapping[str, Any]](), set[str]()
+        parts = dict[int, Mapping[str, Any]]()
         while schemas:
             part = _mapping(schemas.pop())
-            parts.append(part)
+            if not part or id(part) in parts:  # a schema may refer to itself
+                continue
+            parts[id(part)] = part
             if not _own_types(part):
                 schemas += [choice for name in ("anyOf", "oneOf", "allOf") for choice in _list(part.get(name))]
-            path = part.get("$ref")
-            if isinstance(path, str) and path not in seen_paths:  # a schema may refer to itself
-                seen_paths.add(path)
-                schemas.append(resolve_reference(path, root))
-        return cls(tuple(parts), root)
+            if isinstance(part.get("$ref"), str):
+                schemas.append(resolve_reference(part["$ref"], root))
+        return cls(tuple(parts.values()), root)
 
     @cached_property
     def types(self) -> frozenset[str]:
@@ -102,6 +104,9 @@ def write_json(text: str, types: frozenset[str]) -> str:
     if stripped_text in _CONSTANTS and types & {"boolean", "null"}:
         stripped_text = _CONSTANTS[stripped_text]
     candidates = [stripped_text]
+    number = _UNUSUAL_NUMBER.fullmatch(stripped_text) if "string" not in types and types & {"integer", "number"} else None
+    if number is not None:
+        candidates.append(number["sign"].replace("+", "") + number["rest"])
     if types & {"array", "object"} and stripped_text[:1] in ("[", "{"):
         candidates.append(_PYTHON_TOKENS.sub(_translate_token, stripped_text))
     for candidate in candidates:
@@ -139,11 +144,10 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def resolve_reference(path: str, root: Mapping[str, Any]) -> object:
-    """What `#/$defs/name` leads to in the schema; None if there is nothing."""
-    if not path.startswith("#/"):
-        return None
-    node: object = root
-    for step in path[2:].split("/"):
+    """What `#/$defs/name` or `#` leads to in the schema; None if there is nothing."""
+    start, *steps = path.split("/")
+    node: object = root if start == "#" else None
+    for step in steps:
         node = node.get(step) if isinstance(node, Mapping) else None
     return node
 
