@@ -421,6 +421,20 @@ DAMAGED = {
         "minimax_m2",
         True,
     ),
+    "kimi_k2 ends behind its arguments": Answer(
+        "kimi_k2",
+        (KIMI.format(0, BERN) + KIMI.format(1, "{}")).replace("<|tool_call_end|>", ""),
+        (*WEATHER, ("get_weather", "{}")),
+        ids=("functions.get_weather:0", "functions.get_weather:1"),
+    ),
+    "deepseek_v3 call open before the next": Answer(
+        "deepseek_v3",
+        (V3.format(BERN).replace("<｜tool▁call▁end｜>", "") + "\n" + V3.format(BERN)).join(SECTION),
+        WEATHER * 2,
+    ),
+    "deepseek_v31 call open before the end of the section": Answer(
+        "deepseek_v31", V31.format(BERN).replace("<｜tool▁call▁end｜>", "").join(SECTION) + "So.", WEATHER, "So."
+    ),
     "mistral in open reasoning": Answer(
         "mistral", "So.[TOOL_CALLS]now[ARGS]{}", (("now", "{}"),), "", "So.", "mistral", True
     ),

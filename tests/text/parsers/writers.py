@@ -66,9 +66,13 @@ def write_tokens(
     begin: str, head: str, end: str, section: tuple[str, str]
 ) -> Callable[[list[Call], Damage], str]:
     def write(calls: list[Call], damage: Damage) -> str:
+        is_last_open = "block open" in damage and "`" not in end  # nobody could tell the end of the code
         inner = "".join(
-            begin + head.format(name=name) + json.dumps(arguments, ensure_ascii=False) + end
-            for name, arguments in calls
+            begin
+            + head.format(name=name)
+            + json.dumps(arguments, ensure_ascii=False)
+            + (end.partition("<")[0] if "call open" in damage and (number < len(calls) or is_last_open) else end)
+            for number, (name, arguments) in enumerate(calls, start=1)
         )
         return section[0] + inner + ("" if "block open" in damage else section[1])
 
