@@ -20,7 +20,6 @@ from pydantic import (
     PrivateAttr,
     WithJsonSchema,
 )
-from pydantic_core import PydanticCustomError
 
 from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, SEED_LIMIT
 
@@ -56,10 +55,10 @@ def write_name_pattern(most: int) -> str:
 
 
 def check_name(name: str, most: int) -> str:
-    """`name`. Raises PydanticCustomError unless it may name a tool."""
+    """`name`. Raises ValueError unless it may name a tool."""
     if re.fullmatch(write_name_pattern(most), name) is None:
         allowed = f"1 to {most} characters: letters, digits, '_', '-', '.', ':' and '/'"
-        raise PydanticCustomError("tool_name", "allowed: {allowed}", {"allowed": allowed})
+        raise ValueError(f"allowed: {allowed}")
     return name
 
 
