@@ -269,7 +269,9 @@ def test_names_that_other_servers_take(live: Live, name: str) -> None:
 
 def test_a_name_that_is_too_long_is_refused_with_the_limit(live: Live) -> None:
     tools = [{"type": "function", "function": {"name": "x" * 65}}]
-    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].function.name: got 'x+.*allowed: 1 to 64 char"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[0\].function.name: got 'x+.*allowed: 1 to 64 char"
+    ):
         create(live, NOW, tools=tools)
 
 

@@ -49,22 +49,23 @@ FIRST = Field(fail_fast=True)
 TokenIds = Annotated[list[TokenId], FIRST]
 
 
-def write_name_pattern(most: int) -> str:
-    """The pattern of a tool's name of at most `most` characters."""
-    return f"^[a-zA-Z0-9_.:/-]{{1,{most}}}$"
+def write_name_pattern(max_length: int) -> str:
+    """The pattern of a tool's name."""
+    return f"^[a-zA-Z0-9_.:/-]{{1,{max_length}}}$"
 
 
-def check_name(name: str, most: int) -> str:
+def check_name(name: str, max_length: int) -> str:
     """`name`. Raises ValueError unless it may name a tool."""
-    if re.fullmatch(write_name_pattern(most), name) is None:
-        allowed = f"1 to {most} characters: letters, digits, '_', '-', '.', ':' and '/'"
-        raise ValueError(f"allowed: {allowed}")
+    if re.fullmatch(write_name_pattern(max_length), name) is None:
+        raise ValueError(
+            f"allowed: 1 to {max_length} characters: letters, digits, '_', '-', '.', ':' and '/'"
+        )
     return name
 
 
 FunctionName = Annotated[
     str,
-    AfterValidator(partial(check_name, most=64)),
+    AfterValidator(partial(check_name, max_length=64)),
     WithJsonSchema({"type": "string", "pattern": write_name_pattern(64)}),
 ]
 """A name that OpenAI's API allows, or one with `.`, `:` or `/`, which other servers take."""

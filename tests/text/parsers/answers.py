@@ -73,8 +73,8 @@ HY3_CALL = (
 )
 HY3 = (f"<tool_calls>\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
 HY3_TWO = (f"<tool_calls>\n{HY3_CALL}\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
-M3_CALL = (
-    '~<invoke name="get_weather">~<city>Bern~</city>~<days>2~</days>~</invoke>\n'.replace("~", "]<]minimax[>[")
+M3_CALL = '~<invoke name="get_weather">~<city>Bern~</city>~<days>2~</days>~</invoke>\n'.replace(
+    "~", "]<]minimax[>["
 )
 M3 = "]<]minimax[>[<tool_call>\n{}]<]minimax[>[</tool_call>"
 BERN = '{"city": "Bern", "days": 2}'
@@ -165,8 +165,8 @@ COMPLETE = {
     "minimax_m3 keys like tags": Answer(
         "minimax_m3",
         M3.format(
-            '~<invoke name="get_weather">~<where>~<tool_call>1~</tool_call>~<invoke>~<item>a~</item>~</invoke>'
-            "~</where>~</invoke>"
+            '~<invoke name="get_weather">~<where>~<tool_call>1~</tool_call>'
+            "~<invoke>~<item>a~</item>~</invoke>~</where>~</invoke>"
         ).replace("~", "]<]minimax[>["),
         (("get_weather", '{"where": {"tool_call": 1, "invoke": ["a"]}}'),),
     ),
@@ -433,7 +433,10 @@ DAMAGED = {
         WEATHER * 2,
     ),
     "deepseek_v31 call open before the end of the section": Answer(
-        "deepseek_v31", V31.format(BERN).replace("<｜tool▁call▁end｜>", "").join(SECTION) + "So.", WEATHER, "So."
+        "deepseek_v31",
+        V31.format(BERN).replace("<｜tool▁call▁end｜>", "").join(SECTION) + "So.",
+        WEATHER,
+        "So.",
     ),
     "mistral in open reasoning": Answer(
         "mistral", "So.[TOOL_CALLS]now[ARGS]{}", (("now", "{}"),), "", "So.", "mistral", True

@@ -107,7 +107,9 @@ def test_a_cut_answer_claims_no_call_that_it_lacks(
             json.loads(arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if issubclass(CALLS[name], (TaggedCalls, MiniMaxM3))])
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if issubclass(CALLS[name], TaggedCalls | MiniMaxM3)]
+)
 @given(calls=CALLS_OF_AN_ANSWER, data=st.data())
 def test_a_text_that_lost_characters_makes_valid_json(
     name: str, calls: list[Call], data: st.DataObject

@@ -227,7 +227,10 @@ def test_nested_values_are_forced_in_elements(tokenizer: Tokenizer, path: Path) 
     """Elements where they say all that a schema says, else JSON."""
     tree = {
         "type": "object",
-        "properties": {"name": {"type": "string"}, "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
+        "properties": {
+            "name": {"type": "string"},
+            "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+        },
         "required": ["name"],
     }
     schema = {

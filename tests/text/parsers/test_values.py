@@ -112,7 +112,7 @@ def test_schemas_that_contain_themselves_are_followed_in_linear_time() -> None:
         "additionalProperties": {"anyOf": [itself, itself]},
         "items": itself,
     }
-    value = ValueSchema.of(tree)
+    value = ValueSchema.read(tree)
     for number in range(200):
         value = value.child("a" if number % 2 else "b", number)
         assert len(value.parts) <= 6 and value.types == {"object"}

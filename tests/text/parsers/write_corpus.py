@@ -28,7 +28,7 @@ CALLS: dict[str, list[Call]] = {
         ("get_weather", {"city": "x", "days": -3, "where": {"lat": None, "on": True}, "exact": False})
     ],
     "nested": [
-        ("get_weather", {"where": {"area": {"points": [[1, 2.5], [3, 4]], "name": "a b"}, "of": [{"x": True}]}})
+        ("get_weather", {"where": {"area": {"points": [[1, 2.5], [3]], "name": "a b"}, "of": [{"x": True}]}})
     ],
     "large numbers": [("get_weather", {"days": 12345678901234567890})],
     "an empty text": [("get_weather", {"city": "", "days": 1})],

@@ -66,12 +66,14 @@ def write_tokens(
     begin: str, head: str, end: str, section: tuple[str, str]
 ) -> Callable[[list[Call], Damage], str]:
     def write(calls: list[Call], damage: Damage) -> str:
-        is_last_open = "block open" in damage and "`" not in end  # nobody could tell the end of the code
+        open_end = end.partition("<")[0] if "call open" in damage else end
+        # At the end of the text nobody could tell the end of a block of code.
+        last_end = end if "block open" in damage and "`" in end else open_end
         inner = "".join(
             begin
             + head.format(name=name)
             + json.dumps(arguments, ensure_ascii=False)
-            + (end.partition("<")[0] if "call open" in damage and (number < len(calls) or is_last_open) else end)
+            + (last_end if number == len(calls) else open_end)
             for number, (name, arguments) in enumerate(calls, start=1)
         )
         return section[0] + inner + ("" if "block open" in damage else section[1])
@@ -163,18 +165,13 @@ def write_element(value: Any) -> str:
     """A value in elements. What elements cannot write unmistakably without a schema is JSON."""
     if isinstance(value, str) and not is_json(value):
         return value
-    keys = value if isinstance(value, dict) else ["item"] * len(value) if isinstance(value, list) else []
-    if not keys or None in (value.values() if isinstance(value, dict) else value) or not all(map(is_key, keys)):
+    if isinstance(value, list):
+        pairs = [("item", item) for item in value]
+    else:
+        pairs = list(value.items()) if isinstance(value, dict) else []
+    if not pairs or not all(key.isalpha() and child is not None for key, child in pairs):
         return json.dumps(value, ensure_ascii=False)
-    children = value.values() if isinstance(value, dict) else value
-    return "".join(
-        f"{PREFIX}<{key}>{write_element(child)}{PREFIX}</{key}>"
-        for key, child in zip(keys, children, strict=True)
-    )
-
-
-def is_key(text: str) -> bool:
-    return text.isalpha()
+    return "".join(f"{PREFIX}<{key}>{write_element(child)}{PREFIX}</{key}>" for key, child in pairs)
 
 
 def is_json(text: str) -> bool:

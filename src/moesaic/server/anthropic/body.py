@@ -25,7 +25,7 @@ Unread = Annotated[Any, Field(description=Ignored)]
 
 ToolName = Annotated[
     str,
-    AfterValidator(partial(check_name, most=128)),
+    AfterValidator(partial(check_name, max_length=128)),
     WithJsonSchema({"type": "string", "pattern": write_name_pattern(128)}),
 ]
 """A name that Anthropic's API allows, or one with `.`, `:` or `/`, which other servers take."""

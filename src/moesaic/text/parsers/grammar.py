@@ -252,15 +252,15 @@ def _argument(
 
 def _value(grammar: Grammar, schema: object, root: Mapping[str, Any], end: str) -> str:
     """A value that is written as a text, and `end` after it. root: what references in `schema` point into."""
-    schema = schema if isinstance(schema, Mapping) else {}
-    values, types = schema.get("enum"), ValueSchema.of(schema, root).types
+    fields: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    values, types = fields.get("enum"), ValueSchema.read(fields, root).types
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         choices = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
         return f"({choices}) {grammar.exactly(end)}"
     if not types or "string" in types:  # without a schema a value may be any text, as a string may
         return grammar.text_until(end)
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return f"{grammar.json({**schema, **definitions})} {grammar.exactly(end)}"
+    return f"{grammar.json({**fields, **definitions})} {grammar.exactly(end)}"
 
 
 def _harmony(grammar: Grammar, tools: Tools, parallel: bool) -> str:
@@ -337,19 +337,20 @@ def _members(
 def _element(
     grammar: Grammar, key: str, schema: object, root: Mapping[str, Any], outer_paths: frozenset[str]
 ) -> str:
-    """One element. outer_paths: the references that lead to it, of which none is followed twice."""
+    """Write an element. outer_paths: the references that lead to it, of which none is followed twice."""
     start, end = f"{PREFIX}<{key}>", f"{PREFIX}</{key}>"
-    path = schema.get("$ref") if isinstance(schema, Mapping) else None
-    if isinstance(path, str) and set(schema) - _NOTES == {"$ref"} and path not in outer_paths:
+    fields: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    path = fields.get("$ref")
+    if isinstance(path, str) and set(fields) - _NOTES == {"$ref"} and path not in outer_paths:
         schema, outer_paths = resolve_reference(path, root), outer_paths | {path}
-    keywords = set(schema) - _NOTES if isinstance(schema, Mapping) else set[str]()
+        fields = schema if isinstance(schema, Mapping) else {}
+    keywords, properties = set(fields) - _NOTES, fields.get("properties")
+    is_object = fields.get("type") == "object" and isinstance(fields.get("additionalProperties", False), bool)
     inner = None
-    if keywords and keywords <= {"type", "properties", "required", "additionalProperties"}:
-        is_closed = isinstance(schema.get("additionalProperties", False), bool)
-        if schema.get("type") == "object" and schema.get("properties") and is_closed:
-            inner = _members(grammar, schema, root, outer_paths)
-    elif keywords == {"type", "items"} and schema["type"] == "array":
-        inner = f"({_element(grammar, ITEM, schema['items'], root, outer_paths)})*"
+    if keywords == {"type", "items"} and fields["type"] == "array":
+        inner = f"({_element(grammar, ITEM, fields['items'], root, outer_paths)})*"
+    elif is_object and properties and keywords <= {"type", "properties", "required", "additionalProperties"}:
+        inner = _members(grammar, fields, root, outer_paths)
     if inner is None:  # JSON, in which each keyword holds
         return grammar.rule(f"{grammar.exactly(start)} {_value(grammar, schema, root, end)}")
     return grammar.rule(f"{grammar.exactly(start)} {inner} {grammar.exactly(end)}")

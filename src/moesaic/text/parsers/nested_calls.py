@@ -16,8 +16,8 @@ PREFIX = "]<]minimax[>["
 """Stands before each tag. It is a special token."""
 BLOCK, CALL, ITEM = "tool_call", "invoke", "item"
 _CALL_TAG = re.compile(rf"""{CALL}\s+name\s*=\s*(["']?)(?P<name>.*?)\1""")
-_MOST_NESTED = 64
-"""Elements inside of one another. A tag that opens more is text."""
+_MAX_DEPTH = 64
+"""Maximum number of elements inside of one another. A tag that opens more is text."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class _Tag:
     """A tag without its prefix."""
 
     text: str
-    """As it stands there, with the white space before it."""
+    """The tag as the model wrote it, with the white space before it."""
     name: str
     is_end: bool = False
     starts_block: bool = False
@@ -59,14 +59,14 @@ class _Element:
     key: str
     schema: ValueSchema
     pieces: list[str] = field(default_factory=list)
-    """Its text, or the white space between its children."""
+    """The text, or the white space between children."""
     newlines: str = ""
-    """The new lines behind them. They are no part of a text whose end tag was left out."""
+    """New lines behind the text. They are no part of it if its end tag was left out."""
     has_text: bool = False
-    """Its text is more than white space."""
+    """The text is more than white space."""
     children: list[_Element] = field(default_factory=list)
     is_closed: bool = False
-    """Its end tag was there."""
+    """The end tag was read."""
 
     @property
     def is_string(self) -> bool:
@@ -205,7 +205,7 @@ class MiniMaxM3(MarkedCalls):
 
     def _arguments(self, reader: Reader, call: CallStart) -> Steps[_Tag]:
         """Read the arguments of a call. Returns the tag that ends it."""
-        schema = ValueSchema.of(find_parameters(self._tools, call.name))
+        schema = ValueSchema.read(find_parameters(self._tools, call.name))
         keys = set[str]()
 
         def begin(key: str) -> Arguments:
@@ -255,7 +255,7 @@ class MiniMaxM3(MarkedCalls):
             if not stack:
                 return tag
             keys = [element.key for element in stack]
-            if tag is _NO_TAG or (tag.opens_element and len(stack) == _MOST_NESTED):
+            if tag is _NO_TAG or (tag.opens_element and len(stack) == _MAX_DEPTH):
                 while stack[-1].children:  # the text goes on behind its end tag
                     stack.append(stack[-1].children[-1])
                 yield from add_text(PREFIX + tag.text)
@@ -338,9 +338,9 @@ def _read_tag_in_value(reader: Reader) -> Steps[_Tag]:
     reader.attempt()
     try:
         tag = yield from _read_tag(reader)
-        if tag.is_end and not tag.ends_call:
-            if not (yield from _is_tag_next(reader, "<", or_end=True)):
-                raise MalformedText
+        ends_value = tag.is_end and not tag.ends_call
+        if ends_value and not (yield from _is_tag_next(reader, "<", or_end=True)):
+            raise MalformedText
     except MalformedText:
         return (yield from _give_up(reader))
     reader.succeed()

@@ -113,7 +113,7 @@ class Formats:
     @property
     def needs_keyed_arguments(self) -> bool:
         """The template writes each argument of earlier calls by itself, so it needs them as objects."""
-        return self.calls is not None and issubclass(CALLS[self.calls], (TaggedCalls, MiniMaxM3))
+        return self.calls is not None and issubclass(CALLS[self.calls], TaggedCalls | MiniMaxM3)
 
     @property
     def short_ids(self) -> bool:

@@ -23,6 +23,7 @@ _TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
 }
 
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|\b(?:True|False|None)\b""", re.DOTALL)
 """Strings and constants as Python writes them, and escapes outside of them, for linear time."""
@@ -42,7 +43,7 @@ def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
 
 def find_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that the schema allows for argument `key`. Empty if it does not say."""
-    return ValueSchema.of(parameters).child(key).types
+    return ValueSchema.read(parameters).child(key).types
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ValueSchema:
     """The schema that references point into."""
 
     @classmethod
-    def of(cls, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> ValueSchema:
+    def read(cls, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> ValueSchema:
         """root: None for the schema itself."""
         root = schema if root is None else root
         schemas: list[object] = [schema]
@@ -66,7 +67,7 @@ class ValueSchema:
                 continue
             parts[id(part)] = part
             if not _own_types(part):
-                schemas += [choice for name in ("anyOf", "oneOf", "allOf") for choice in _list(part.get(name))]
+                schemas += [choice for name in _ALTERNATIVES for choice in _list(part.get(name))]
             if isinstance(part.get("$ref"), str):
                 schemas.append(resolve_reference(part["$ref"], root))
         return cls(tuple(parts.values()), root)
@@ -88,7 +89,7 @@ class ValueSchema:
             properties, items = _mapping(part.get("properties")), _list(part.get("prefixItems"))
             schemas.append(properties[key] if key in properties else part.get("additionalProperties"))
             schemas.append(items[number] if number < len(items) else part.get("items"))
-        return ValueSchema.of({"anyOf": schemas}, self.root)
+        return ValueSchema.read({"anyOf": schemas}, self.root)
 
 
 def write_json(text: str, types: frozenset[str]) -> str:
@@ -104,8 +105,8 @@ def write_json(text: str, types: frozenset[str]) -> str:
     if stripped_text in _CONSTANTS and types & {"boolean", "null"}:
         stripped_text = _CONSTANTS[stripped_text]
     candidates = [stripped_text]
-    number = _UNUSUAL_NUMBER.fullmatch(stripped_text) if "string" not in types and types & {"integer", "number"} else None
-    if number is not None:
+    number = _UNUSUAL_NUMBER.fullmatch(stripped_text)
+    if number is not None and types & {"integer", "number"} and "string" not in types:
         candidates.append(number["sign"].replace("+", "") + number["rest"])
     if types & {"array", "object"} and stripped_text[:1] in ("[", "{"):
         candidates.append(_PYTHON_TOKENS.sub(_translate_token, stripped_text))
