@@ -91,17 +91,13 @@ class _Element:
         """The JSON of the element. is_open: the text was cut in it, so its end is missing."""
         if not self.children:
             return self._write_text(is_open)
-        members: dict[str, list[str]] = {}
-        for number, child in enumerate(self.children):
-            key = str(number) if self._is_list else child.key
-            value = child.write(is_open and child is self.children[-1])
-            members.setdefault(key, []).append(value)
-        values = {
-            key: texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]" for key, texts in members.items()
-        }
+        values = [child.write(is_open and child is self.children[-1]) for child in self.children]
         if self._is_list:
-            return f"[{', '.join(values.values())}{'' if is_open else ']'}"
-        pairs = ", ".join(f"{_write_string(key)}: {value}" for key, value in values.items())
+            return f"[{', '.join(values)}{'' if is_open else ']'}"
+        members: dict[str, list[str]] = {}
+        for child, value in zip(self.children, values, strict=True):
+            members.setdefault(child.key, []).append(value)
+        pairs = ", ".join(f"{_write_string(key)}: {_join(values)}" for key, values in members.items())
         return f"{{{pairs}{'' if is_open else '}'}"
 
     def write_end(self, is_open: bool) -> str:
@@ -288,6 +284,11 @@ class MiniMaxM3(MarkedCalls):
 
 def _write_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _join(values: list[str]) -> str:
+    """The value of a key: a list where the key is there more than once."""
+    return values[0] if len(values) == 1 else f"[{', '.join(values)}]"
 
 
 def _read_tag(reader: Reader) -> Steps[_Tag]:
