@@ -438,6 +438,19 @@ DAMAGED = {
         WEATHER,
         "So.",
     ),
+    "mistral list without brackets": Answer(
+        "mistral",
+        f'[TOOL_CALLS] {{"name": "get_weather", "arguments": {BERN}}}, '
+        '{"name": "now", "arguments": {}}\nSo.',
+        (*WEATHER, ("now", "{}")),
+        "\nSo.",
+    ),
+    "mistral token twice": Answer(
+        "mistral",
+        f'[TOOL_CALLS] [TOOL_CALLS] [{{"name": "get_weather", "arguments": {BERN}}}]',
+        WEATHER,
+    ),
+    "mistral ends without arguments": Answer("mistral", "[TOOL_CALLS]now", (("now", "{}"),)),
     "mistral in open reasoning": Answer(
         "mistral", "So.[TOOL_CALLS]now[ARGS]{}", (("now", "{}"),), "", "So.", "mistral", True
     ),

@@ -84,7 +84,8 @@ def write_tokens(
 def write_mistral(calls: list[Call], damage: Damage) -> str:
     if "call open" in damage:
         inner = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        return f"[TOOL_CALLS] {json.dumps(inner, ensure_ascii=False)}"
+        text = json.dumps(inner, ensure_ascii=False)
+        return f"[TOOL_CALLS] {text[1:-1] if 'block open' in damage else text}"
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
 
 
