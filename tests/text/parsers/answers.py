@@ -569,7 +569,14 @@ NO_CALLS = {
         "<|tool_call_begin|>f",
         "<|tool_call_begin|>a b<|tool_call_argument_begin|>{}<|tool_call_end|>",
     ),
-    "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]f", "[TOOL_CALLS][]", "[TOOL_CALLS]f[X]{}", "[TOOL_CALLS]f\n{}"),
+    "mistral": (
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]f",
+        "[TOOL_CALLS][]",
+        "[TOOL_CALLS]f[X]{}",
+        '[TOOL_CALLS] f [{"name": "g"}]',
+        "[TOOL_CALLS]f\n{}",
+    ),
     "openai": (
         "Hello",
         "<|start|>x",

@@ -259,11 +259,10 @@ class Mistral(JsonCalls):
                 raise MalformedText
             read += character
         reader.unread("{")
-        name, _, suffix = read[:-1].partition("[")
-        match = re.fullmatch(r"(?:CALL_ID\](\S*?)\[)?ARGS\]\s*|", suffix)
+        match = re.fullmatch(r"([^\[]*)(?:(?:\[CALL_ID\](\S*?))?\[ARGS\]\s*)?", read[:-1])
         if match is None:
             raise MalformedText
-        return self._begin(name, match[1])
+        return self._begin(match[1], match[2])
 
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         while True:
