@@ -203,7 +203,7 @@ def live(tokenizer: Tokenizer) -> Iterator[Live]:
 
 
 AGENT = (
-    "{{ reasoning_effort }}{{ enable_thinking }}{{ thinking }}"
+    "{{ reasoning_effort }}{{ enable_thinking }}{{ thinking }}{{ thinking_mode }}"
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{{ m.reasoning_content }}{{ '|' if m.reasoning_content }}"
     "{{ m.content }}{% for c in m.tool_calls %}"

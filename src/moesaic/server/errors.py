@@ -190,7 +190,7 @@ def _problem_of_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
             )
         case "missing":
             return Problem(400, f"{name}: missing", param=field, code="missing_required_parameter")
-    reasons = dict.fromkeys(str(rival["msg"]) for rival in rivals)
+    reasons = dict.fromkeys(str(rival["msg"]).removeprefix("Value error, ") for rival in rivals)
     return Problem(400, f"{name}: got {show_value(error['input'])}; {' or '.join(reasons)}", param=field)
 
 

@@ -7,9 +7,19 @@ value asks for nothing. The ranges repeat those of SamplingParams, so that the p
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+)
 
 from moesaic.core.request import MAX_BAD_WORDS, MAX_LOGPROB_TOKENS, MAX_LOGPROBS, SEED_LIMIT
 
@@ -37,7 +47,27 @@ TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
 """Report only the first wrong item of a list. A list of millions of errors would delay other requests."""
 TokenIds = Annotated[list[TokenId], FIRST]
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,64}$")]
+
+
+def write_name_pattern(max_length: int) -> str:
+    """The pattern of a tool's name."""
+    return f"^[a-zA-Z0-9_.:/-]{{1,{max_length}}}$"
+
+
+def check_name(name: str, max_length: int) -> str:
+    """`name`. Raises ValueError unless it may name a tool."""
+    if re.fullmatch(write_name_pattern(max_length), name) is None:
+        raise ValueError(
+            f"allowed: 1 to {max_length} characters: letters, digits, '_', '-', '.', ':' and '/'"
+        )
+    return name
+
+
+FunctionName = Annotated[
+    str,
+    AfterValidator(partial(check_name, max_length=64)),
+    WithJsonSchema({"type": "string", "pattern": write_name_pattern(64)}),
+]
 """A name that OpenAI's API allows, or one with `.`, `:` or `/`, which other servers take."""
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -330,7 +360,7 @@ class TemplateOptions(Body):
     tools: Annotated[list[Tool], FIRST] | None = None
     """The functions that the model may call."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the chat template. "none" also sets enable_thinking to false (vLLM)."""
+    """A variable of the chat template. "none" also turns off enable_thinking (vLLM) and thinking_mode."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """A variable of the chat template."""
 

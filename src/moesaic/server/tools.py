@@ -31,6 +31,8 @@ DEEPEST = 100
 """Maximum depth of lists and objects inside of one another, in schemas and in arguments."""
 INVALID = "INVALID_JSON"
 """The name under which templates get arguments that are no JSON object. Anthropic's documents name it."""
+_NO_THINKING: Mapping[str, Any] = {"enable_thinking": False, "thinking_mode": "disabled"}
+"""Variables of templates that turn reasoning off. The second one is MiniMax-M3's."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -178,7 +180,7 @@ def make_variables(options: TemplateOptions, formats: Formats) -> dict[str, Any]
     )
     if options.reasoning_effort is not None:
         variables["reasoning_effort"] = options.reasoning_effort
-        variables |= {"enable_thinking": False} if options.reasoning_effort == "none" else {}
+        variables |= _NO_THINKING if options.reasoning_effort == "none" else {}
     if options.verbosity is not None:
         variables["verbosity"] = options.verbosity
     return variables | (options.chat_template_kwargs or {})

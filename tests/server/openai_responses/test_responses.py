@@ -332,6 +332,11 @@ def test_sampling_and_effort_reach_the_model(agent: Live) -> None:
             "tool_choice: got 'web_search'; allowed: 'get_",
         ),
         ({"tools": [{"type": "custom"}]}, "tools", "tools[0].name: missing"),
+        (
+            {"tools": [{"type": "custom", "name": "a b"}]},
+            "tools",
+            "'a b'; allowed: 1 to 64 characters: letters",
+        ),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "got 'f'"),
         ({"top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema: missing"),

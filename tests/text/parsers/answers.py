@@ -73,6 +73,10 @@ HY3_CALL = (
 )
 HY3 = (f"<tool_calls>\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
 HY3_TWO = (f"<tool_calls>\n{HY3_CALL}\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
+M3_CALL = '~<invoke name="get_weather">~<city>Bern~</city>~<days>2~</days>~</invoke>\n'.replace(
+    "~", "]<]minimax[>["
+)
+M3 = "]<]minimax[>[<tool_call>\n{}]<]minimax[>[</tool_call>"
 BERN = '{"city": "Bern", "days": 2}'
 WEATHER = (("get_weather", BERN),)
 GPT = {"reasoning_parser": "openai_gptoss"}
@@ -147,6 +151,29 @@ COMPLETE = {
         f"Hm.\n<minimax:tool_call>\n{INVOKE}{INVOKE}</minimax:tool_call>\n",
         WEATHER * 2,
         "Hm.\n",
+    ),
+    "minimax_m3": Answer("minimax_m3", M3.format(M3_CALL), WEATHER),
+    "minimax_m3 two": Answer("minimax_m3", f"Hm.\n{M3.format(M3_CALL * 2)}\n", WEATHER * 2, "Hm.\n"),
+    "minimax_m3 nested": Answer(
+        "minimax_m3",
+        M3.format(
+            '~<invoke name="get_weather">~<where>~<lat>1.5~</lat>~<of>~<item>a~</item>~<item>~<on>true~</on>'
+            "~</item>~</of>~</where>~<note>~</note>~</invoke>\n"
+        ).replace("~", "]<]minimax[>["),
+        (("get_weather", '{"where": {"lat": 1.5, "of": ["a", {"on": true}]}, "note": ""}'),),
+    ),
+    "minimax_m3 keys like tags": Answer(
+        "minimax_m3",
+        M3.format(
+            '~<invoke name="get_weather">~<where>~<tool_call>1~</tool_call>'
+            "~<invoke>~<item>a~</item>~</invoke>~</where>~</invoke>"
+        ).replace("~", "]<]minimax[>["),
+        (("get_weather", '{"where": {"tool_call": 1, "invoke": ["a"]}}'),),
+    ),
+    "minimax_m3 JSON in an element": Answer(
+        "minimax_m3",
+        M3.format(M3_CALL.replace("days>2", 'where>{"lat": [1]}').replace("days", "where")),
+        (("get_weather", '{"city": "Bern", "where": {"lat": [1]}}'),),
     ),
     "mimo": Answer(
         "mimo",
@@ -314,6 +341,51 @@ DAMAGED = {
     "glm key not closed": Answer("glm45", GLM.replace("city</arg_key>\n", "city"), WEATHER),
     "glm key not opened": Answer("glm45", GLM.replace("\n<arg_key>city", "city"), WEATHER),
     "glm key not opened, space": Answer("glm45", GLM.replace("\n<arg_key>city", " city"), WEATHER),
+    "minimax_m3 value open before a key": Answer(
+        "minimax_m3", M3.format(M3_CALL.replace("]<]minimax[>[</city>", "")), WEATHER
+    ),
+    "minimax_m3 everything open": Answer(
+        "minimax_m3",
+        M3.format(M3_CALL.replace("]<]minimax[>[</days>]<]minimax[>[</invoke>", "") + M3_CALL),
+        WEATHER * 2,
+    ),
+    "minimax_m3 object open before a key": Answer(
+        "minimax_m3",
+        M3.format('~<invoke name="get_weather">~<where>~<lat>1~</lat>~<city>7~</city>~</invoke>').replace(
+            "~", "]<]minimax[>["
+        ),
+        (("get_weather", '{"where": {"lat": 1}, "city": "7"}'),),
+    ),
+    "minimax_m3 block not opened": Answer("minimax_m3", M3_CALL, WEATHER, "\n"),
+    "minimax_m3 garbled end tag": Answer(
+        "minimax_m3", M3.format(M3_CALL.replace("</city>", "</ciy>")), WEATHER
+    ),
+    "minimax_m3 space behind a prefix": Answer(
+        "minimax_m3", M3.format(M3_CALL).replace("[>[<", "[>[ <"), WEATHER
+    ),
+    "minimax_m3 a key twice": Answer(
+        "minimax_m3",
+        M3.format('~<invoke name="get_weather">~<where>~<a>1~</a>~<a>x~</a>~</where>~</invoke>').replace(
+            "~", "]<]minimax[>["
+        ),
+        (("get_weather", '{"where": {"a": [1, "x"]}}'),),
+    ),
+    "minimax_m3 text before the end of a block": Answer(
+        "minimax_m3", M3.format(f"{M3_CALL}So."), WEATHER, "\nSo."
+    ),
+    "minimax_m3 text behind an end tag": Answer(
+        "minimax_m3",
+        M3.format(M3_CALL.replace("</city>", "</city>, CH")),
+        (("get_weather", '{"city": "Bern]<]minimax[>[</city>, CH", "days": 2}'),),
+    ),
+    "minimax_m3 call and block open before the next": Answer(
+        "minimax_m3",
+        M3.format(M3_CALL).partition("]<]minimax[>[</invoke>")[0] + f"\n{M3.format(M3_CALL)}",
+        WEATHER * 2,
+    ),
+    "minimax_m3 in open reasoning": Answer(
+        "minimax_m3", f"So.{M3.format(M3_CALL)}", WEATHER, "", "So.", "minimax_m3", True
+    ),
     "hy_v3 in open reasoning": Answer("hy_v3", f"So.\n{HY3}", WEATHER, "", "So.", "hy_v3", True),
     "hy_v3 value open": Answer("hy_v3", HY3.replace("Bern</arg_value:opensource>", "Bern"), WEATHER),
     "hy_v3 call open": Answer("hy_v3", HY3.replace("</tool_call:opensource>\n", ""), WEATHER),
@@ -349,6 +421,36 @@ DAMAGED = {
         "minimax_m2",
         True,
     ),
+    "kimi_k2 ends behind its arguments": Answer(
+        "kimi_k2",
+        (KIMI.format(0, BERN) + KIMI.format(1, "{}")).replace("<|tool_call_end|>", ""),
+        (*WEATHER, ("get_weather", "{}")),
+        ids=("functions.get_weather:0", "functions.get_weather:1"),
+    ),
+    "deepseek_v3 call open before the next": Answer(
+        "deepseek_v3",
+        (V3.format(BERN).replace("<｜tool▁call▁end｜>", "") + "\n" + V3.format(BERN)).join(SECTION),
+        WEATHER * 2,
+    ),
+    "deepseek_v31 call open before the end of the section": Answer(
+        "deepseek_v31",
+        V31.format(BERN).replace("<｜tool▁call▁end｜>", "").join(SECTION) + "So.",
+        WEATHER,
+        "So.",
+    ),
+    "mistral list without brackets": Answer(
+        "mistral",
+        f'[TOOL_CALLS] {{"name": "get_weather", "arguments": {BERN}}}, '
+        '{"name": "now", "arguments": {}}\nSo.',
+        (*WEATHER, ("now", "{}")),
+        "\nSo.",
+    ),
+    "mistral token twice": Answer(
+        "mistral",
+        f'[TOOL_CALLS] [TOOL_CALLS] [{{"name": "get_weather", "arguments": {BERN}}}]',
+        WEATHER,
+    ),
+    "mistral ends without arguments": Answer("mistral", "[TOOL_CALLS]now", (("now", "{}"),)),
     "mistral in open reasoning": Answer(
         "mistral", "So.[TOOL_CALLS]now[ARGS]{}", (("now", "{}"),), "", "So.", "mistral", True
     ),
@@ -450,6 +552,13 @@ NO_CALLS = {
         "<tool_call:opensource>a b<tool_sep:opensource>",
     ),
     "minimax_m2": ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="f">x'),
+    "minimax_m3": (
+        "]<]minimax[>[",
+        "]<]minimax[>[<tool_call>]<]minimax[>[</tool_call>",
+        "]<]minimax[>[<tool_call>\n]<]minimax[>[</city>",
+        '<tool_call><invoke name="get_weather"></invoke></tool_call>',
+        ']<]minimax[>[<invoke name="f">x',
+    ),
     "deepseek_v31": (
         "<｜tool▁calls▁begin｜>x<｜tool▁calls▁end｜>",
         "<｜tool▁call▁begin｜>f",
@@ -460,7 +569,14 @@ NO_CALLS = {
         "<|tool_call_begin|>f",
         "<|tool_call_begin|>a b<|tool_call_argument_begin|>{}<|tool_call_end|>",
     ),
-    "mistral": ("[TOOL_CALLS]", "[TOOL_CALLS]f", "[TOOL_CALLS][]", "[TOOL_CALLS]f[X]{}", "[TOOL_CALLS]f\n{}"),
+    "mistral": (
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]f",
+        "[TOOL_CALLS][]",
+        "[TOOL_CALLS]f[X]{}",
+        '[TOOL_CALLS] f [{"name": "g"}]',
+        "[TOOL_CALLS]f\n{}",
+    ),
     "openai": (
         "Hello",
         "<|start|>x",

@@ -141,7 +141,7 @@ def test_a_call_that_is_cut_off_has_no_valid_arguments(name: str) -> None:
 
 
 def test_arguments_arrive_while_they_are_written() -> None:
-    for name in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "deepseek_v31", "kimi_k2", "harmony"):
+    for name in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "minimax_m3", "kimi_k2", "harmony"):
         answer = COMPLETE[name]
         parser = Formats(answer.parser).parser(TOOLS, False)
         assert parser is not None
@@ -175,6 +175,8 @@ def test_the_reasoning_is_marked() -> None:
         ("qwen3_coder", "<tool_call>\n<function=f>\n"),
         ("qwen3_coder", "<function=f><parameter=a>\n</parameter>"),
         ("glm45", "<tool_call>f<arg_key>"),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<a>'),
+        ("minimax_m3", "]<]minimax[>[</a>]<]minimax[>[<b>"),
         ("mistral", "[TOOL_CALLS]f[ARGS]"),
         ("kimi_k2", "<|tool_call_begin|>a"),
         ("openai", "<|channel|>a"),

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content, Event, Reasoning
+from moesaic.text.parsers.nested_calls import MiniMaxM3
 from moesaic.text.parsers.table import CALLS, Formats
+from moesaic.text.parsers.tagged_calls import TaggedCalls
 
 from .writers import DAMAGES, TOOLS, WRITERS, Call, Damage, plain
 
@@ -105,7 +107,9 @@ def test_a_cut_answer_claims_no_call_that_it_lacks(
             json.loads(arguments)
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if hasattr(CALLS[name], "value")])
+@pytest.mark.parametrize(
+    "name", [name for name in WRITERS if issubclass(CALLS[name], TaggedCalls | MiniMaxM3)]
+)
 @given(calls=CALLS_OF_AN_ANSWER, data=st.data())
 def test_a_text_that_lost_characters_makes_valid_json(
     name: str, calls: list[Call], data: st.DataObject

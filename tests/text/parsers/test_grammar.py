@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
@@ -29,6 +30,8 @@ from .answers import (
     INVOKE,
     KIMI,
     KIMIS,
+    M3,
+    M3_CALL,
     NOW,
     SECTION,
     TOOLS,
@@ -45,6 +48,7 @@ FORCED = {
     "minimax_m2": tuple(
         "\n".join([f"<minimax:tool_call>\n{INVOKE}</minimax:tool_call>"] * count) for count in (1, 2)
     ),
+    "minimax_m3": (M3.format(M3_CALL), M3.format(M3_CALL * 2)),
     "deepseek_v31": tuple((V31.format(BERN) * count).join(SECTION) for count in (1, 2)),
     "deepseek_v3": tuple("\n".join([V3.format(BERN)] * count).join(SECTION) for count in (1, 2)),
     "kimi_k2": tuple((KIMI.format(0, BERN) * count).join(KIMIS) for count in (1, 2)),
@@ -54,7 +58,7 @@ FORCED = {
 }
 """One call, and two."""
 MARKS = sorted(
-    {mark for name in CALLS for mark in Formats(name).marks(()) if mark[0] in "<["} - {"<function="}
+    {mark for name in CALLS for mark in Formats(name).marks(()) if mark[0] in "<[]"} - {"<function="}
 )
 
 
@@ -119,12 +123,14 @@ def test_forced_arguments_follow_the_schema(name: str, tokenizer: Tokenizer, pat
         .replace("\n2\n", "\ntwo\n")
         .replace(">2</arg", ">two</arg")
         .replace(">2</par", ">two</par")
+        .replace(">2]<]", ">two]<]")
     )
     assert wrong != one and not accepts(forced, wrong, tokenizer, path)
     missing = one.replace('"city": "Bern", ', "").replace("<parameter=city>\nBern\n</parameter>\n", "")
     argument = "<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n"
     missing = missing.replace(argument, "").replace(argument.replace(">", ":opensource>"), "")
     missing = missing.replace('<parameter name="city">Bern</parameter>\n', "")
+    missing = missing.replace("]<]minimax[>[<city>Bern]<]minimax[>[</city>", "")
     assert missing != one and not accepts(forced, missing, tokenizer, path)
 
 
@@ -215,3 +221,46 @@ def test_choices_among_texts_are_forced_in_xml(tokenizer: Tokenizer, path: Path)
     text = "<tool_call>\n<function=f>\n<parameter=unit>\n{}\n</parameter>\n</function>\n</tool_call>"
     assert accepts(forced, text.format("C"), tokenizer, path)
     assert not accepts(forced, text.format("K"), tokenizer, path)
+
+
+def test_nested_values_are_forced_in_elements(tokenizer: Tokenizer, path: Path) -> None:
+    """Elements where they say all that a schema says, else JSON."""
+    tree = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "kids": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+        },
+        "required": ["name"],
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            "tree": {"$ref": "#/$defs/tree"},
+            "few": {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+            "any": {"type": "object"},
+        },
+        "$defs": {"tree": tree},
+    }
+    tools = ({"type": "function", "function": {"name": "f", "parameters": schema}},)
+    forced = write_grammar(CALLS["minimax_m3"], tools, special=tokenizer.special_tokens)
+    call = M3.format('~<invoke name="f">{}~</invoke>\n')
+    for text, is_allowed in (
+        ("", True),
+        ("~<tree>~<name>a~</name>~</tree>", True),
+        ("~<tree>~<name>a~</name>~<kids>~</kids>~</tree>", True),
+        ('~<tree>~<name>a~</name>~<kids>~<item>{"name": "b"}~</item>~</kids>~</tree>', True),
+        ("~<tree>~<kids>~</kids>~</tree>", False),
+        ("~<few>[1, 2]~</few>", True),
+        ("~<few>[1, 2, 3]~</few>", False),
+        ('~<any>{"a": 1}~</any>', True),
+        ("~<any>1~</any>", False),
+    ):
+        answer = call.format(text).replace("~", "]<]minimax[>[")
+        assert accepts(forced, answer, tokenizer, path) is is_allowed, text
+        if is_allowed:
+            parser = Formats("minimax_m3").parser(tools, False)
+            assert parser is not None
+            events = [*parser.push(answer), *parser.finish()]
+            arguments = "".join(event.text for event in events if isinstance(event, Arguments))
+            assert jsonschema_rs.is_valid(schema, json.loads(arguments)), text

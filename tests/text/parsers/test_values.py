@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesaic.text.parsers.values import find_parameters, find_types, write_json
+from moesaic.text.parsers.values import ValueSchema, find_parameters, find_types, write_json
 
 from .answers import TOOLS
 
@@ -26,6 +26,11 @@ def schema(one: Any, **more: Any) -> dict[str, Any]:
         ({"type": "integer"}, " 42\n", "42"),
         ({"type": "integer"}, "4e", '"4e"'),
         ({"type": "integer"}, "9" * 30, "9" * 30),
+        ({"type": "integer"}, "0180", "180"),
+        ({"type": "integer"}, "-00", "-0"),
+        ({"type": "number"}, "+01.50", "1.50"),
+        ({"type": ["number", "string"]}, "0180", '"0180"'),
+        ({}, "0180", '"0180"'),
         ({"type": "number"}, "1.50", "1.50"),
         ({"type": "number"}, "NaN", '"NaN"'),
         ({"type": "boolean"}, "False", "false"),
@@ -97,3 +102,17 @@ def test_what_python_writes_is_read(value: Any) -> None:
 def test_damaged_text_takes_linear_time() -> None:
     text = "{'" + "\\'" * 100_000
     assert json.loads(write_json(text, frozenset({"object"}))) == text
+
+
+def test_schemas_that_contain_themselves_are_followed_in_linear_time() -> None:
+    itself = {"$ref": "#"}
+    tree = {
+        "type": "object",
+        "properties": {"a": itself},
+        "additionalProperties": {"anyOf": [itself, itself]},
+        "items": itself,
+    }
+    value = ValueSchema.read(tree)
+    for number in range(200):
+        value = value.child("a" if number % 2 else "b", number)
+        assert len(value.parts) <= 6 and value.types == {"object"}

@@ -27,6 +27,9 @@ CALLS: dict[str, list[Call]] = {
     "every type": [
         ("get_weather", {"city": "x", "days": -3, "where": {"lat": None, "on": True}, "exact": False})
     ],
+    "nested": [
+        ("get_weather", {"where": {"area": {"points": [[1, 2.5], [3]], "name": "a b"}, "of": [{"x": True}]}})
+    ],
     "large numbers": [("get_weather", {"days": 12345678901234567890})],
     "an empty text": [("get_weather", {"city": "", "days": 1})],
     "a text like a number": [("get_weather", {"city": "42", "days": 42})],
@@ -42,8 +45,17 @@ DAMAGES: dict[str, Damage] = {
     "call and block open": frozenset({"call open", "block open"}),
     "everything open": frozenset({"value open", "last value open", "call open", "block open"}),
 }
-THINKING = {"mistral": ("[THINK]", "[/THINK]"), "hy_v3": ("<think:opensource>", "</think:opensource>")}
-REASONING = {"mistral": "mistral", "hy_v3": "hy_v3", "openai": "openai_gptoss"}
+THINKING = {
+    "mistral": ("[THINK]", "[/THINK]"),
+    "hy_v3": ("<think:opensource>", "</think:opensource>"),
+    "minimax_m3": ("<mm:think>", "</mm:think>"),
+}
+REASONING = {
+    "mistral": "mistral",
+    "hy_v3": "hy_v3",
+    "minimax_m3": "minimax_m3",
+    "openai": "openai_gptoss",
+}
 CHANNELS = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
 
 

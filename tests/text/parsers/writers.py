@@ -66,9 +66,15 @@ def write_tokens(
     begin: str, head: str, end: str, section: tuple[str, str]
 ) -> Callable[[list[Call], Damage], str]:
     def write(calls: list[Call], damage: Damage) -> str:
+        open_end = end.partition("<")[0] if "call open" in damage else end
+        # At the end of the text nobody could tell the end of a block of code.
+        last_end = end if "block open" in damage and "`" in end else open_end
         inner = "".join(
-            begin + head.format(name=name) + json.dumps(arguments, ensure_ascii=False) + end
-            for name, arguments in calls
+            begin
+            + head.format(name=name)
+            + json.dumps(arguments, ensure_ascii=False)
+            + (last_end if number == len(calls) else open_end)
+            for number, (name, arguments) in enumerate(calls, start=1)
         )
         return section[0] + inner + ("" if "block open" in damage else section[1])
 
@@ -78,7 +84,8 @@ def write_tokens(
 def write_mistral(calls: list[Call], damage: Damage) -> str:
     if "call open" in damage:
         inner = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        return f"[TOOL_CALLS] {json.dumps(inner, ensure_ascii=False)}"
+        text = json.dumps(inner, ensure_ascii=False)
+        return f"[TOOL_CALLS] {text[1:-1] if 'block open' in damage else text}"
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
 
 
@@ -140,6 +147,42 @@ def write_hy3(calls: list[Call], damage: Damage) -> str:
     return f"<tool_calls:opensource>\n{text}</tool_calls:opensource>"
 
 
+PREFIX = "]<]minimax[>["
+
+
+def write_minimax_m3(calls: list[Call], damage: Damage) -> str:
+    text = f"{PREFIX}<tool_call>\n"
+    for name, arguments in calls:
+        text += f'{PREFIX}<invoke name="{name}">'
+        for number, (key, value) in enumerate(arguments.items()):
+            is_open = ("last " if number == len(arguments) - 1 else "") + "value open" in damage
+            inner = value if isinstance(value, str) else write_element(value)
+            text += f"{PREFIX}<{key}>{inner}" + ("" if is_open else f"{PREFIX}</{key}>")
+        text += ("" if "call open" in damage else f"{PREFIX}</invoke>") + "\n"
+    return text + ("" if "block open" in damage else f"{PREFIX}</tool_call>")
+
+
+def write_element(value: Any) -> str:
+    """A value in elements. What elements cannot write unmistakably without a schema is JSON."""
+    if isinstance(value, str) and not is_json(value):
+        return value
+    if isinstance(value, list):
+        pairs = [("item", item) for item in value]
+    else:
+        pairs = list(value.items()) if isinstance(value, dict) else []
+    if not pairs or not all(key.isalpha() and child is not None for key, child in pairs):
+        return json.dumps(value, ensure_ascii=False)
+    return "".join(f"{PREFIX}<{key}>{write_element(child)}{PREFIX}</{key}>" for key, child in pairs)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 WRITERS: dict[str, Callable[[list[Call], Damage], str]] = {
     "hermes": write_hermes,
     "qwen3_coder": write_tagged(XML, "\n", "\n"),
@@ -148,6 +191,7 @@ WRITERS: dict[str, Callable[[list[Call], Damage], str]] = {
     "glm47": write_glm(""),
     "hy_v3": write_hy3,
     "minimax_m2": write_tagged(INVOKE, "\n"),
+    "minimax_m3": write_minimax_m3,
     "deepseek_v31": write_tokens(
         "<｜tool▁call▁begin｜>",
         "{name}<｜tool▁sep｜>",

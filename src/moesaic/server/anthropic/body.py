@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from moesaic.server.requests import FIRST, MAX_SALT, Body, Ignored, Text, Unsupported
+from moesaic.server.requests import (
+    FIRST,
+    MAX_SALT,
+    Body,
+    Ignored,
+    Text,
+    Unsupported,
+    check_name,
+    write_name_pattern,
+)
 
 CUSTOM = "custom"
 """The type of a tool that the client runs. It may be absent."""
 Unread = Annotated[Any, Field(description=Ignored)]
 
 
-ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+ToolName = Annotated[
+    str,
+    AfterValidator(partial(check_name, max_length=128)),
+    WithJsonSchema({"type": "string", "pattern": write_name_pattern(128)}),
+]
 """A name that Anthropic's API allows, or one with `.`, `:` or `/`, which other servers take."""
 
 

@@ -221,7 +221,11 @@ def _thinking(body: CountRequest) -> dict[str, Any]:
         return {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": False}}
     return {
         "reasoning_effort": effort,
-        "chat_template_kwargs": {"enable_thinking": True, "thinking": True},
+        "chat_template_kwargs": {
+            "enable_thinking": True,
+            "thinking": True,
+            "thinking_mode": body.thinking.type,
+        },
         "include_reasoning": body.thinking.display != "omitted",
     }
 

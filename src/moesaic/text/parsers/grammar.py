@@ -16,9 +16,10 @@ from moesaic.text.parsers.answer import Tags
 from moesaic.text.parsers.calls import CallParser
 from moesaic.text.parsers.harmony import Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
+from moesaic.text.parsers.nested_calls import BLOCK, CALL, ITEM, PREFIX, MiniMaxM3
 from moesaic.text.parsers.tagged_calls import Glm, Hy3, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2, TokenCalls
-from moesaic.text.parsers.values import Tools, find_parameters, find_types
+from moesaic.text.parsers.values import Tools, ValueSchema, find_parameters, resolve_reference
 
 _LINE = "\n"
 _NEWLINE = r"\n"
@@ -245,19 +246,21 @@ def _argument(
     newline = "\n" if parser.own_lines else ""
     separator = "" if not parser.value[0] else line
     prefix = parser.key[0] + key + parser.key[1] + separator + parser.value[0] + newline
-    end = newline + parser.value[1]
-    value_schema = schema["properties"][key]
-    values = value_schema.get("enum") if isinstance(value_schema, Mapping) else None
-    types = find_types(schema, key)
+    value = _value(grammar, schema["properties"][key], schema, newline + parser.value[1])
+    return grammar.rule(f"{grammar.exactly(prefix)} {value} {grammar.exactly(line)}")
+
+
+def _value(grammar: Grammar, schema: object, root: Mapping[str, Any], end: str) -> str:
+    """A value that is written as a text, and `end` after it. root: what references in `schema` point into."""
+    fields: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    values, types = fields.get("enum"), ValueSchema.read(fields, root).types
     if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
         choices = " | ".join(json.dumps(value, ensure_ascii=False) for value in values)
-        body = f"({choices}) {grammar.exactly(end)}"
-    elif not types or "string" in types:  # without a schema a value may be any text, as a string may
-        body = grammar.text_until(end)
-    else:
-        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        body = f"{grammar.json({**value_schema, **definitions})} {grammar.exactly(end)}"
-    return grammar.rule(f"{grammar.exactly(prefix)} {body} {grammar.exactly(line)}")
+        return f"({choices}) {grammar.exactly(end)}"
+    if not types or "string" in types:  # without a schema a value may be any text, as a string may
+        return grammar.text_until(end)
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return f"{grammar.json({**fields, **definitions})} {grammar.exactly(end)}"
 
 
 def _harmony(grammar: Grammar, tools: Tools, parallel: bool) -> str:
@@ -303,6 +306,56 @@ def _hy3(grammar: Grammar, tools: Tools, parallel: bool) -> str:
     return f"{grammar.exactly(section_start + _LINE)} {call} {grammar.exactly(section_end)}"
 
 
+_NOTES = {"title", "description", "default", "examples", "$schema", "$defs", "definitions"}
+"""Keywords that do not say what a value is."""
+
+
+def _minimax_m3(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+    calls = []
+    for name in _names(tools):
+        schema = _schema(tools, name)
+        head, end = f'{PREFIX}<{CALL} name="{name}">', f"{PREFIX}</{CALL}>{_LINE}"
+        members = _members(grammar, schema, schema, frozenset())
+        calls.append(f"{grammar.exactly(head)} {members} {grammar.exactly(end)}")
+    call = _repeat_call(grammar, _add_choice(grammar, calls), "", parallel)
+    start, end = f"{PREFIX}<{BLOCK}>{_LINE}", f"{PREFIX}</{BLOCK}>"
+    return f"{grammar.exactly(start)} {call} {grammar.exactly(end)}"
+
+
+def _members(
+    grammar: Grammar, schema: Mapping[str, Any], root: Mapping[str, Any], outer_paths: frozenset[str]
+) -> str:
+    """The elements of an object, in the schema's order, those that are not required at will."""
+    parts, properties, required_keys = list[str](), schema.get("properties"), schema.get("required")
+    for key, member_schema in properties.items() if isinstance(properties, Mapping) else ():
+        element = _element(grammar, key, member_schema, root, outer_paths)
+        is_required = isinstance(required_keys, list) and key in required_keys
+        parts.append(element if is_required else f"({element})?")
+    return " ".join(parts)
+
+
+def _element(
+    grammar: Grammar, key: str, schema: object, root: Mapping[str, Any], outer_paths: frozenset[str]
+) -> str:
+    """Write an element. outer_paths: the references that lead to it, of which none is followed twice."""
+    start, end = f"{PREFIX}<{key}>", f"{PREFIX}</{key}>"
+    fields: Mapping[str, Any] = schema if isinstance(schema, Mapping) else {}
+    path = fields.get("$ref")
+    if isinstance(path, str) and set(fields) - _NOTES == {"$ref"} and path not in outer_paths:
+        schema, outer_paths = resolve_reference(path, root), outer_paths | {path}
+        fields = schema if isinstance(schema, Mapping) else {}
+    keywords, properties = set(fields) - _NOTES, fields.get("properties")
+    is_object = fields.get("type") == "object" and isinstance(fields.get("additionalProperties", False), bool)
+    inner = None
+    if keywords == {"type", "items"} and fields["type"] == "array":
+        inner = f"({_element(grammar, ITEM, fields['items'], root, outer_paths)})*"
+    elif is_object and properties and keywords <= {"type", "properties", "required", "additionalProperties"}:
+        inner = _members(grammar, fields, root, outer_paths)
+    if inner is None:  # JSON, in which each keyword holds
+        return grammar.rule(f"{grammar.exactly(start)} {_value(grammar, schema, root, end)}")
+    return grammar.rule(f"{grammar.exactly(start)} {inner} {grammar.exactly(end)}")
+
+
 _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     Hermes: _hermes,
     Mistral: _mistral,
@@ -312,6 +365,7 @@ _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     Qwen3Coder: _make_tagged_writer(Qwen3Coder, "\n"),
     MiMo: _make_tagged_writer(MiMo, "\n"),
     MiniMaxM2: _make_tagged_writer(MiniMaxM2, "\n"),
+    MiniMaxM3: _minimax_m3,
     Glm: _make_tagged_writer(Glm, "\n"),
     Hy3: _hy3,
     Harmony: _harmony,

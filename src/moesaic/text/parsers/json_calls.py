@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from moesaic.text.parsers.calls import MarkedCalls
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, MalformedText, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, read_literal, read_one_of, skip_blank
+from moesaic.text.parsers.reader import BLANK, Reader, read_if_next, read_literal, read_one_of, skip_blank
 
 _ARGUMENTS = ("arguments", "parameters")
 _SIGNS = re.compile(r'[\\"{}\[\]<]')
@@ -227,7 +227,10 @@ class Hermes(JsonCalls):
 
 
 class Mistral(JsonCalls):
-    """[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...} for each call."""
+    """[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...], or [TOOL_CALLS]f[ARGS]{...} for each call.
+
+    Models write the token twice, leave the brackets of the list out, or the arguments of the last call.
+    """
 
     marks: ClassVar = ("[TOOL_CALLS]",)
     other_marks: ClassVar = ("[ARGS]", "[CALL_ID]")
@@ -239,22 +242,27 @@ class Mistral(JsonCalls):
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         yield from skip_blank(reader)
+        while (yield from read_if_next(reader, mark)):
+            yield from skip_blank(reader)
         first = yield from reader.character()
-        self._is_list = first == "["
+        self._is_list = first in ("[", "{")
         if self._is_list:
+            reader.unread(first.removeprefix("["))
             return (yield from self._object(reader))
         self._early_arguments, self._has_ended, read = None, False, first
         while not read.endswith("{"):
             character = yield from reader.character()
+            if not character and self._is_tool(read.strip()) and not reader.is_cut:
+                self._has_ended = True
+                return self._begin(read)
             if not character or character in "<\n":
                 raise MalformedText
             read += character
         reader.unread("{")
-        name, _, suffix = read[:-1].partition("[")
-        match = re.fullmatch(r"(?:CALL_ID\](\S*?)\[)?ARGS\]\s*|", suffix)
+        match = re.fullmatch(r"([^\[]*)(?:(?:\[CALL_ID\](\S*?))?\[ARGS\]\s*)?", read[:-1])
         if match is None:
             raise MalformedText
-        return self._begin(name, match[1])
+        return self._begin(match[1], match[2])
 
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         while True:

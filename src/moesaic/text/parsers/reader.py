@@ -146,6 +146,13 @@ def skip_blank(reader: Reader) -> Steps[str]:
         characters.append(character)
 
 
+def is_at_end(reader: Reader) -> Steps[bool]:
+    """Whether the model has ended the text here."""
+    character = yield from reader.character()
+    reader.unread(character)
+    return not character and not reader.is_cut
+
+
 def read_literal(reader: Reader, text: str) -> Steps[None]:
     """Read `text`. Raises Malformed where another character stands."""
     for expected_character in text:

@@ -17,6 +17,7 @@ from moesaic.text.parsers.calls import CallParser, Span
 from moesaic.text.parsers.grammar import after_reasoning, write_grammar
 from moesaic.text.parsers.harmony import ANALYSIS, Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
+from moesaic.text.parsers.nested_calls import MiniMaxM3
 from moesaic.text.parsers.tagged_calls import Glm, Hy3, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
 from moesaic.text.parsers.values import Tools
@@ -35,6 +36,7 @@ CALLS: Mapping[str, type[CallParser]] = {
     "deepseek_v31": DeepSeekV31,
     "kimi_k2": KimiK2,
     "minimax_m2": MiniMaxM2,
+    "minimax_m3": MiniMaxM3,
     "hy_v3": Hy3,
     "mistral": Mistral,
 }
@@ -57,13 +59,13 @@ REASONING: Mapping[str, Tags | None] = {
 }
 """Name for --reasoning-parser -> its tags. gpt-oss has channels in their place."""
 
-_CALL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
+_CALL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>", "functions")),
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
-    (None, ("]<]minimax[>[",)),  # MiniMax-M3 writes arguments as nested tags, which no parser here reads
+    ("minimax_m3", ("]<]minimax[>[",)),
     ("hy_v3", ("<tool_calls{}>", "<tool_sep{}>", ":opensource")),
     ("mimo", ("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
@@ -71,9 +73,7 @@ _CALL_MARKS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
 )
-"""Parser, and the texts that a template contains if its model writes such calls. The first one is taken.
-
-None: no parser reads these calls."""
+"""Parser, and the texts that a template contains if its model writes such calls. The first one is taken."""
 _REASONING_MARKS = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
     ("minimax_m3", ("<mm:think>",)),
@@ -113,7 +113,7 @@ class Formats:
     @property
     def needs_keyed_arguments(self) -> bool:
         """The template writes each argument of earlier calls by itself, so it needs them as objects."""
-        return self.calls is not None and issubclass(CALLS[self.calls], TaggedCalls)
+        return self.calls is not None and issubclass(CALLS[self.calls], TaggedCalls | MiniMaxM3)
 
     @property
     def short_ids(self) -> bool:
@@ -184,7 +184,7 @@ def check_parsers(calls: str, reasoning: str) -> None:
             raise ConfigError.field(flag, name, ", ".join((AUTO, NONE, *names)))
 
 
-def _detect_parser(template: str, rows: tuple[tuple[str | None, tuple[str, ...]], ...]) -> str | None:
+def _detect_parser(template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
     return next((name for name, marks in rows if all(mark in template for mark in marks)), None)
 
 

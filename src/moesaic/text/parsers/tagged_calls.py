@@ -12,6 +12,7 @@ from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Event, Ma
 from moesaic.text.parsers.reader import (
     BLANK,
     Reader,
+    is_at_end,
     read_if_next,
     read_literal,
     read_one_of,
@@ -72,7 +73,7 @@ class TaggedCalls(MarkedCalls):
         may_end: the end of the text is the call's end too, where the model ended it.
         """
         yield from skip_blank(reader)
-        if may_end and (yield from self._is_at_end(reader)):
+        if may_end and (yield from is_at_end(reader)):
             return _Tag(ends_block=True)
         tags = dict.fromkeys((self.key[0], self.name_end, self.end, *self._starts))
         tag = yield from read_one_of(reader, *tags)
@@ -90,12 +91,6 @@ class TaggedCalls(MarkedCalls):
     def _rest_of_key(self, reader: Reader) -> Steps[str]:
         """Read a key behind its first tag, and the beginning of its value."""
         return (yield from read_up_to(reader, self.key[1], forbidden="\n"))
-
-    def _is_at_end(self, reader: Reader) -> Steps[bool]:
-        """Whether the model has ended the text here."""
-        character = yield from reader.character()
-        reader.unread(character)
-        return not character and not reader.is_cut
 
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         while True:
@@ -174,7 +169,7 @@ class TaggedCalls(MarkedCalls):
     def _check_end(self, reader: Reader, tag: str, is_on_own_line: bool) -> Steps[None]:
         """Raise MalformedText unless the end `tag` of a call or block stands outside of a value."""
         blank = yield from skip_blank(reader)
-        if (yield from self._is_at_end(reader)) or (tag == self.end and is_on_own_line and "\n" in blank):
+        if (yield from is_at_end(reader)) or (tag == self.end and is_on_own_line and "\n" in blank):
             return
         followers = self._starts if tag == self.end else (self.end, *self._starts)
         yield from read_one_of(reader, *dict.fromkeys(followers))
@@ -320,7 +315,7 @@ class Glm(TaggedCalls):
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         text = yield from _read_text(reader)
-        if self._is_tool(text.strip()) and (yield from self._is_at_end(reader)):
+        if self._is_tool(text.strip()) and (yield from is_at_end(reader)):
             self._tag = _Tag(ends_block=True)
             return self._begin(text)
         tag = yield from read_one_of(reader, *self.key, self.end, *self.marks)
@@ -392,7 +387,7 @@ class Hy3(Glm):
             yield from super()._check_start(reader, tag, is_on_own_line)
             return
         yield from skip_blank(reader)
-        if not (yield from self._is_at_end(reader)):
+        if not (yield from is_at_end(reader)):
             yield from read_one_of(reader, *self._starts)
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:

@@ -44,9 +44,12 @@ class TokenCalls(MarkedCalls):
 
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         yield from self._announce(call)
-        end = self.call[2]
-        mark = yield from self._raw(reader, call, (*(closing + end for closing in self.closing), end))
-        assert not mark or mark.endswith(end)
+        begin, _, end = self.call
+        tokens = (end, begin, *self.section)  # a model may leave the end out
+        ends = tuple(closing + token for token in tokens for closing in (*self.closing, ""))
+        mark = yield from self._raw(reader, call, ends, text_end=not self.closing)
+        if not mark.endswith(end):
+            reader.unread(next((token for token in tokens if mark.endswith(token)), ""))
 
 
 class DeepSeekV31(TokenCalls):
@@ -59,7 +62,7 @@ class DeepSeekV31(TokenCalls):
 class DeepSeekV3(DeepSeekV31):
     """The head is `function`. The name and a block of code with JSON follow the separator."""
 
-    closing: ClassVar = ("\n```", "```")
+    closing: ClassVar = ("\n```\n", "\n```", "```")
 
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         if (yield from read_up_to(reader, self.call[1])).strip() != "function":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 from moesaic.core.schema_types import TYPE_ALIASES
@@ -21,9 +23,12 @@ _TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
 }
 
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON_TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|\b(?:True|False|None)\b""", re.DOTALL)
 """Strings and constants as Python writes them, and escapes outside of them, for linear time."""
+_UNUSUAL_NUMBER = re.compile(r"(?P<sign>[+-]?)0*(?P<rest>\d.*)")
+"""A number with a plus sign or zeros before it, which JSON forbids."""
 _PYTHON_SIGNS = re.compile(r'\\.|"', re.DOTALL)
 
 
@@ -38,19 +43,53 @@ def find_parameters(tools: Tools, name: str) -> Mapping[str, Any]:
 
 def find_types(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that the schema allows for argument `key`. Empty if it does not say."""
-    schemas = [_mapping(parameters.get("properties")).get(key)]
-    types, seen_paths = set[str](), set[str]()
-    while schemas:
-        schema = _mapping(schemas.pop())
-        own_types = _own_types(schema)
-        types |= own_types
-        if not own_types:
-            schemas += [part for name in ("anyOf", "oneOf", "allOf") for part in _list(schema.get(name))]
-        path = schema.get("$ref")
-        if isinstance(path, str) and path not in seen_paths:  # a schema may refer to itself
-            seen_paths.add(path)
-            schemas.append(_resolve_reference(path, parameters))
-    return frozenset(types)
+    return ValueSchema.read(parameters).child(key).types
+
+
+@dataclass(frozen=True)
+class ValueSchema:
+    """What a schema says about one value."""
+
+    parts: tuple[Mapping[str, Any], ...]
+    """It and its alternatives."""
+    root: Mapping[str, Any]
+    """The schema that references point into."""
+
+    @classmethod
+    def read(cls, schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> ValueSchema:
+        """root: None for the schema itself."""
+        root = schema if root is None else root
+        schemas: list[object] = [schema]
+        parts = dict[int, Mapping[str, Any]]()
+        while schemas:
+            part = _mapping(schemas.pop())
+            if not part or id(part) in parts:  # a schema may refer to itself
+                continue
+            parts[id(part)] = part
+            if not _own_types(part):
+                schemas += [choice for name in _ALTERNATIVES for choice in _list(part.get(name))]
+            if isinstance(part.get("$ref"), str):
+                schemas.append(resolve_reference(part["$ref"], root))
+        return cls(tuple(parts.values()), root)
+
+    @cached_property
+    def types(self) -> frozenset[str]:
+        """The JSON types that it allows. Empty if it does not say."""
+        return frozenset(name for part in self.parts for name in _own_types(part))
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """The keys that it names."""
+        return frozenset(key for part in self.parts for key in _mapping(part.get("properties")))
+
+    def child(self, key: str, number: int = 0) -> ValueSchema:
+        """The schema of a member, or of an item with this number."""
+        schemas: list[object] = []
+        for part in self.parts:
+            properties, items = _mapping(part.get("properties")), _list(part.get("prefixItems"))
+            schemas.append(properties[key] if key in properties else part.get("additionalProperties"))
+            schemas.append(items[number] if number < len(items) else part.get("items"))
+        return ValueSchema.read({"anyOf": schemas}, self.root)
 
 
 def write_json(text: str, types: frozenset[str]) -> str:
@@ -66,6 +105,9 @@ def write_json(text: str, types: frozenset[str]) -> str:
     if stripped_text in _CONSTANTS and types & {"boolean", "null"}:
         stripped_text = _CONSTANTS[stripped_text]
     candidates = [stripped_text]
+    number = _UNUSUAL_NUMBER.fullmatch(stripped_text)
+    if number is not None and types & {"integer", "number"} and "string" not in types:
+        candidates.append(number["sign"].replace("+", "") + number["rest"])
     if types & {"array", "object"} and stripped_text[:1] in ("[", "{"):
         candidates.append(_PYTHON_TOKENS.sub(_translate_token, stripped_text))
     for candidate in candidates:
@@ -102,12 +144,11 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
     return {_TYPES[type(value)][0] for value in values if type(value) in _TYPES}
 
 
-def _resolve_reference(path: str, root: Mapping[str, Any]) -> object:
-    """What `#/$defs/name` leads to in the schema; None if there is nothing."""
-    if not path.startswith("#/"):
-        return None
-    node: object = root
-    for step in path[2:].split("/"):
+def resolve_reference(path: str, root: Mapping[str, Any]) -> object:
+    """What `#/$defs/name` or `#` leads to in the schema; None if there is nothing."""
+    start, *steps = path.split("/")
+    node: object = root if start == "#" else None
+    for step in steps:
         node = node.get(step) if isinstance(node, Mapping) else None
     return node
 
