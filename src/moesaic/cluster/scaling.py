@@ -133,7 +133,8 @@ class Changes:
         except ReplacedError:
             raise
         except Exception as error:
-            yield from self.revert(error, former_counts, placement)
+            yield from self.revert(error, former_counts, placement)  # it raises an error that says so
+            raise
         for member in self._members.prefill_workers if prefill is not None else ():
             if member.stage is Stage.STOPPED:
                 self._members.remove(member)
