@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from moesaic.cluster.member import Member, RestartRule, Role, Stage
 from moesaic.cluster.report import counters, process_status
-from moesaic.cluster.totals import counters_only, sum_stats
+from moesaic.cluster.totals import counters_only, server_counters_only, sum_stats
 from moesaic.core import messages
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.metrics import (
@@ -123,7 +123,7 @@ class Counting:
             scene.router.join(member.worker_id, member.child.connection, info())
 
     def report(self) -> ClusterStatus:
-        members, departed = self.scene.members.snapshot()
+        members, past_members = self.scene.members.snapshot()
         return ClusterStatus(
             1,
             1,
@@ -131,8 +131,8 @@ class Counting:
             [process_status(member, None, 0.0) for member in members],
             [],
             [],
-            counters(members, departed, self.scene.router, 0),
-            past_servers=departed.server_stats,
+            counters(members, past_members, self.scene.router, 0),
+            past_servers=past_members.server_stats,
         )
 
 
@@ -176,20 +176,15 @@ def numbers_of(record: Any, prefix: str = "") -> dict[str, float]:
 
 @given(st.integers(1, 99), st.integers(1, 99))
 def test_what_remains_of_a_process_is_what_it_has_counted(first: int, second: int) -> None:
-    for stats in (server_stats, worker_stats):
-        total = sum_stats([counters_only(stats(first)), stats(second)])  # type: ignore[type-var]
-        now, before, whole = (numbers_of(part) for part in (stats(second), stats(first), total))
-        states = {name for name in whole if whole[name] != now[name] + before[name]}
-        assert (
-            states
-            == {
-                ExpertServerStats: {"clients", "waiting_pairs"},
-                WorkerStats: {
-                    *("running", "waiting"),
-                    *(f"blocks.num_{kind}" for kind in ("total", "free", "cached", "used")),
-                },
-            }[type(total)]
-        )
+    server = sum_stats([server_counters_only(server_stats(first)), server_stats(second)])
+    worker = sum_stats([counters_only(worker_stats(first)), worker_stats(second)])
+    blocks = {f"blocks.num_{kind}" for kind in ("total", "free", "cached", "used")}
+    for parts, total, states in (
+        ((server_stats(first), server_stats(second)), server, {"clients", "waiting_pairs"}),
+        ((worker_stats(first), worker_stats(second)), worker, {"running", "waiting", *blocks}),
+    ):
+        before, now, whole = (numbers_of(record) for record in (*parts, total))
+        assert {name for name in whole if whole[name] != now[name] + before[name]} == states
 
 
 def exercise(served: Cluster) -> None:

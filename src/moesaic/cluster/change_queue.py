@@ -170,17 +170,17 @@ class ChangeQueue:
             future.set_exception(error)
             return
         for change in requested_changes:
-            error = ReplacedError("a newer scaling call replaced this one", conflict=True)
-            change.interruption = error
+            replacement = ReplacedError("a newer scaling call replaced this one", conflict=True)
+            change.interruption = replacement
             if change is not self._current:
                 self._queue.remove(change)
-                self._report_end(change, error)
+                self._report_end(change, replacement)
         now = self.changes.count_processes()
         former_counts = tuple(
             None if count is None else present_count if former_count is None else former_count
             for count, present_count, former_count in zip(counts, now, former_counts, strict=True)
         )
-        recreate = partial(self.changes.scale, *counts, former_counts)
+        recreate = partial(self.changes.scale, *counts, former_counts=former_counts)
         self._queue.append(_QueuedChange("scaling", recreate(), future, recreate, former_counts))
 
     def cancel_scaling(self, future: Future[None]) -> None:

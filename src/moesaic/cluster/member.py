@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from moesaic.cluster.totals import counters_only, sum_stats
+from moesaic.cluster.totals import server_counters_only, sum_stats
 from moesaic.core.endpoint import NO_ENDPOINT, Endpoint
 from moesaic.core.messages import Ready, ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
@@ -221,7 +221,7 @@ class Member:
         if self.stage is Stage.STARTING:
             self.start_seconds = now - self.start_time
         self.last_failure, self.child, self.is_suspected = reason, None, False
-        self.stats = self.past_stats = counters_only(self.stats)
+        self.stats = self.past_stats = server_counters_only(self.stats)
         self.all_deaths += 1
         is_crash = self.refusal is None or self.on_trial
         self.deaths = [*self._recent_deaths(now, rule), *([now] if is_crash else [])]

@@ -17,7 +17,7 @@ from moesaic.cluster.member import Member, Process, Role, Stage, explain_misfit
 from moesaic.cluster.rank_hosts import RankHosts
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import Settings
-from moesaic.cluster.totals import Departed, counters_only, sum_stats
+from moesaic.cluster.totals import PastMembers, server_counters_only, sum_stats
 from moesaic.config import SMALL_MODEL, ClusterConfig, WorkerConfig, gpus
 from moesaic.config.values import KernelName
 from moesaic.core import messages
@@ -70,9 +70,9 @@ class Members:
         self._urgent_lock = threading.Lock()
         """Lock for reader threads that do urgent work in place of the supervisor's thread."""
         self._stopping = False
-        self._departed = Departed()
+        self._past_members = PastMembers()
         self._list_lock = threading.Lock()
-        """Lock for readers that need the lists of members and `_departed` of one moment."""
+        """Lock for readers that need the lists of members and `_past_members` of one moment."""
         self._worker_config = worker
         self._settings = Settings(worker, cluster.prefill_workers > 0)
         self._router = router
@@ -85,10 +85,10 @@ class Members:
     def all_members(self) -> list[Member]:
         return [*self.clients, *self.servers, *self.ranks.members]
 
-    def snapshot(self) -> tuple[list[Member], Departed]:
+    def snapshot(self) -> tuple[list[Member], PastMembers]:
         """All members of one moment, and what remains of those that have left. Any thread may call it."""
         with self._list_lock:
-            return self.all_members, self._departed
+            return self.all_members, self._past_members
 
     @property
     def all_serve(self) -> bool:
@@ -242,9 +242,9 @@ class Members:
     def remove(self, member: Member) -> None:
         """Removes a member, and ends its process in the background. Its requests must have moved before."""
         with self._list_lock:
-            if any(other is member for other in [*self.clients, *self.servers]):
-                counts = sum_stats([self._departed.server_stats, counters_only(member.stats)])
-                self._departed = Departed(self._departed.deaths + member.all_deaths, counts)
+            if id(member) in map(id, [*self.clients, *self.servers]):
+                counts = sum_stats([self._past_members.server_stats, server_counters_only(member.stats)])
+                self._past_members = PastMembers(self._past_members.deaths + member.all_deaths, counts)
             self.workers = [other for other in self.workers if other is not member]
             self.prefill_workers = [other for other in self.prefill_workers if other is not member]
             self.servers = [other for other in self.servers if other is not member]
@@ -263,12 +263,9 @@ class Members:
         with self._list_lock:
             former_ranks = self.ranks.members
             self.ranks.remove_group(member)
-            deaths = sum(
-                rank.all_deaths
-                for rank in former_ranks
-                if all(rank is not other for other in self.ranks.members)
-            )
-            self._departed = replace(self._departed, deaths=self._departed.deaths + deaths)
+            ids = set(map(id, self.ranks.members))
+            deaths = sum(rank.all_deaths for rank in former_ranks if id(rank) not in ids)
+            self._past_members = replace(self._past_members, deaths=self._past_members.deaths + deaths)
 
     def empty_inbox(self) -> None:
         """Carries out what is left in the inbox, in place of the supervisor's thread."""

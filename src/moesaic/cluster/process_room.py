@@ -12,7 +12,14 @@ from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import count_copies
 from moesaic.policy.fleet.autoscale import ROLES as AUTOSCALED_ROLES
-from moesaic.policy.fleet.bounds import LEAST_BYTES, ROLES, Counts, Room, find_excess
+from moesaic.policy.fleet.bounds import (
+    FIRST_PROCESS_FILES,
+    LEAST_BYTES,
+    ROLES,
+    Counts,
+    Room,
+    find_excess,
+)
 from moesaic.runtime.machine import available_memory
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -36,12 +43,13 @@ def measure_room(
     process_bytes = {name: max(least, worker_bytes) for name, least in LEAST_BYTES.items()}
     process_bytes["expert_servers"] = LEAST_BYTES["expert_servers"]  # the experts of the others move to it
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # the start raises the limit to this one
+    bounds_files = FIRST_PROCESS_FILES <= files != resource.RLIM_INFINITY  # the start refuses a lower limit
     listens = cluster.cluster_address is not None and not is_remote
     return Room(
         copies,
         None if is_remote else available_memory(),
         process_bytes,
-        None if files == resource.RLIM_INFINITY else files,
+        files if bounds_files else None,
         count_ports() if listens else None,
         dict.fromkeys(("attention_workers", "prefill_workers"), cluster.ranks_per_node),
     )
@@ -64,12 +72,12 @@ def check_flags(cluster: ClusterConfig, num_experts: int | None) -> None:
     # A file of --placement says what each server holds, so there may be as many servers as it names.
     excess = find_excess(counts, {}, room if cluster.placement is None else replace(room, expert_copies=None))
     if excess is not None:
-        raise ConfigError.field(_flag_of(cluster, excess.role), excess.count, excess.bound.allowed)
+        raise ConfigError.field(_flag_of(cluster, excess.role), excess.count, excess.bound.describe())
     for role, rule in autoscale_rules(cluster).items():
         limits: Counts = counts | dict.fromkeys(AUTOSCALED_ROLES[role], rule.maximum)
         excess = find_excess(limits, {}, room)
         if excess is not None:
-            allowed_values = f"for {role} a MAX of {excess.bound.allowed}"
+            allowed_values = f"for {role} a MAX of {excess.bound.describe()}"
             raise ConfigError.field("--autoscale", cluster.autoscale, allowed_values)
 
 

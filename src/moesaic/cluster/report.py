@@ -13,7 +13,7 @@ from moesaic.cluster.join_listener import JoinListener
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.publishing import union
 from moesaic.cluster.router import Router
-from moesaic.cluster.totals import Departed
+from moesaic.cluster.totals import PastMembers
 from moesaic.core import paced_devices
 from moesaic.core.cluster_status import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
@@ -65,7 +65,7 @@ def process_status(
 
 def counters(
     members: Collection[Member],
-    departed: Departed,
+    past_members: PastMembers,
     router: Router,
     rebalances: int,
     listener: JoinListener | None = None,
@@ -74,9 +74,9 @@ def counters(
     """Returns all counts since the start. members: those that have not left."""
     workers = router.stats()
     experts = workers.experts
-    paces = [experts.pace, departed.server_stats.pace, *(member.stats.pace for member in members)]
+    paces = [experts.pace, past_members.server_stats.pace, *(member.stats.pace for member in members)]
     return ClusterCounters(
-        process_deaths=departed.deaths + sum(member.all_deaths for member in members),
+        process_deaths=past_members.deaths + sum(member.all_deaths for member in members),
         failovers=experts.failovers,
         silent_failovers=experts.silent_failovers,
         false_failovers=experts.false_failovers,

@@ -114,6 +114,7 @@ class Changes:
         servers: int | None,
         workers: int | None,
         prefill: int | None = None,
+        *,
         former_counts: Sequence[int | None] | None = None,
     ) -> Change:
         """Changes to these numbers of expert servers, attention workers and prefill workers. A role without a
@@ -187,7 +188,7 @@ class Changes:
             _by_name(servers, workers, prefill), _by_name(*self.count_processes()), self._room()
         )
         if excess is not None:
-            raise ConfigError.field(excess.role, excess.count, excess.bound.allowed)
+            raise ConfigError.field(excess.role, excess.count, excess.bound.describe())
         groups = (
             (self._members.servers, servers),
             (self._members.workers, workers),
@@ -225,7 +226,7 @@ class Changes:
         now, room = _by_name(*self.count_processes()), self._room()
         bounds = {name: find_bound(name, {**now, **counts}, now, room) for name in counts}
         limited_counts = {
-            name: count if (bound := bounds[name]) is None else min(count, bound.most)
+            name: count if (bound := bounds[name]) is None else min(count, bound.maximum)
             for name, count in counts.items()
         }
         if not self._cluster.enable_expert_parallel:

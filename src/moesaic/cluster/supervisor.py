@@ -227,19 +227,19 @@ class Supervisor:
     def report(self) -> ClusterStatus:
         """Returns the status of the whole cluster."""
         placement, members, live = self.placement, self._members, self._changes.live
-        all_members, departed = members.snapshot()
+        all_members, past_members = members.snapshot()
         by_tables = live is not None and live.tables is not None and self._dispatch == "least-loaded"
         return ClusterStatus(
             directory_version=self._publisher.version,
             placement_version=None if placement is None else placement.version,
             change=self._changes.change_description,
             processes=self._describe_processes(all_members),
-            past_servers=departed.server_stats,
+            past_servers=past_members.server_stats,
             replicas=layer_replicas(placement, members.servers, self._links.server_hosts()),
             failures=self._failures.list_failures(),
             counters=counters(
                 all_members,
-                departed,
+                past_members,
                 self._router,
                 self._changes.rebalances,
                 self._listener,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -13,11 +13,11 @@ Record = TypeVar("Record", WorkerStats, ExpertServerStats)
 
 
 @dataclass(frozen=True)
-class Departed:
+class PastMembers:
     """What remains of members that have left."""
 
     deaths: int = 0
-    server_stats: ExpertServerStats = ExpertServerStats()
+    server_stats: ExpertServerStats = field(default_factory=ExpertServerStats)
     """Counts of the expert servers among them."""
 
 
@@ -30,7 +30,7 @@ def sum_stats(records: Sequence[Record]) -> Record:
             return sum(parts)  # type: ignore[arg-type]
         if isinstance(first, tuple):  # one number for each layer, or none yet
             return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
-        names = [field.name for field in fields(first)]  # type: ignore[arg-type]
+        names = [number.name for number in fields(first)]  # type: ignore[arg-type]
         return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
 
     result = add(list(records))
@@ -38,10 +38,13 @@ def sum_stats(records: Sequence[Record]) -> Record:
     return result
 
 
-def counters_only(stats: Record) -> Record:
-    """Returns the part of a process's statistics that outlives it: counts, but no state."""
-    if isinstance(stats, ExpertServerStats):
-        return replace(stats, clients=0, waiting_pairs=0)
+def server_counters_only(stats: ExpertServerStats) -> ExpertServerStats:
+    """Returns the part of an expert server's statistics that outlives it: counts, but no state."""
+    return replace(stats, clients=0, waiting_pairs=0)
+
+
+def counters_only(stats: WorkerStats) -> WorkerStats:
+    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
     return replace(
         stats,
         running=0,

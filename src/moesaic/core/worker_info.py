@@ -46,7 +46,7 @@ class WorkerInfo:
     speculation: str = ""
     """How many tokens are drafted, and from which acceptance that pays. Empty where none are drafted."""
     least_rows: int = 0
-    """Rows in flight of which some part may run alone, at least. 0 for a schedule whose rows stay together."""
+    """Rows in flight of which some part may run alone, at least. 0 where rows stay together."""
     routed_layers: tuple[int, ...] = ()
     """Layers with routed experts, if the experts of each token can be returned. Empty otherwise."""
 

@@ -60,14 +60,14 @@ def test_the_number_that_is_named_is_the_largest_that_is_allowed(
     excess = find_excess(counts, now, room)
     if excess is None:
         return
-    assert now[excess.role] <= excess.bound.most < excess.count == counts[excess.role]
+    assert now[excess.role] <= excess.bound.maximum < excess.count == counts[excess.role]
     assert find_bound(excess.role, counts, now, room) == excess.bound
-    least = {**now, excess.role: excess.bound.most + 1}
+    least = {**now, excess.role: excess.bound.maximum + 1}
     other_roles = [role for role in ROLES if role != excess.role]
     if all(counts[role] <= now[role] for role in other_roles):
         assert find_excess(least, now, room) is not None
-        assert find_excess({**now, excess.role: excess.bound.most}, now, room) is None
-    assert excess.bound.allowed.startswith(f"at most {excess.bound.most}: ")
+        assert find_excess({**now, excess.role: excess.bound.maximum}, now, room) is None
+    assert excess.bound.describe().startswith(f"at most {excess.bound.maximum}: ")
 
 
 @given(COUNTS, ROOMS)
@@ -85,7 +85,7 @@ def test_what_bounds_is_named() -> None:
         (Room(ports=3), "at most 3: this host has 3 ports on which they could listen"),
     ):
         excess = find_excess(counts, now, room)
-        assert excess is not None and excess.bound.allowed == words
+        assert excess is not None and excess.bound.describe() == words
     assert find_excess(counts, now, Room()) is None
     both = find_excess({SERVERS: 3, "attention_workers": 99}, now, Room(memory=1 << 30))
     assert both is not None and both.role == "attention_workers", "the one that adds most is named"

@@ -54,18 +54,17 @@ class Room:
 class Bound:
     """The largest number of processes of a role."""
 
-    most: int
+    maximum: int
     reason: str
     """What bounds the number, in words for people."""
 
-    @property
-    def allowed(self) -> str:
+    def describe(self) -> str:
         """The allowed values, in words for people.
 
-        >>> Bound(24, "a layer has 24 copies of experts").allowed
+        >>> Bound(24, "a layer has 24 copies of experts").describe()
         'at most 24: a layer has 24 copies of experts'
         """
-        return f"at most {self.most}: {self.reason}"
+        return f"at most {self.maximum}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,14 @@ def find_excess(counts: Counts, now: Counts, room: Room) -> Excess | None:
 
     If several are, it is the one that adds most processes.
 
-    >>> find_excess({"expert_servers": 1000}, {"expert_servers": 2}, Room(expert_copies=24))
-    Excess(role='expert_servers', count=1000, bound=Bound(most=24, reason='a layer has 24 copies of experts'))
+    >>> excess = find_excess({"expert_servers": 1000}, {"expert_servers": 2}, Room(expert_copies=24))
+    >>> excess.role, excess.count, excess.bound.maximum
+    ('expert_servers', 1000, 24)
     """
     grown_roles = [role for role in ROLES if counts.get(role, 0) > now.get(role, 0)]
     for role in sorted(grown_roles, key=lambda role: now.get(role, 0) - counts[role]):
         bound = find_bound(role, counts, now, room)
-        if bound is not None and counts[role] > bound.most:
+        if bound is not None and counts[role] > bound.maximum:
             return Excess(role, counts[role], bound)
     return None
 
@@ -107,19 +107,19 @@ def find_bound(role: str, counts: Counts, now: Counts, room: Room) -> Bound | No
         bounds.append(Bound(room.ports, f"this host has {room.ports} ports on which they could listen"))
     if room.memory is not None:
         size = room.process_bytes[role] * unit.get(role, 1)
-        taken = sum(
+        other_bytes = sum(
             (count - now.get(name, 0)) * room.process_bytes[name] * unit.get(name, 1)
             for name, count in other_counts.items()
         )
-        most = present + max(0, room.memory - taken) // size
+        maximum = present + max(0, room.memory - other_bytes) // size
         text = f"each takes {size // MIB} MiB, and this host has {max(0, room.memory) // MIB} MiB left"
-        bounds.append(Bound(most, text))
+        bounds.append(Bound(maximum, text))
     if room.files is not None:
         processes = 1 + (room.files - FIRST_PROCESS_FILES) // MORE_PROCESS_FILES
-        others = sum(count * unit.get(name, 1) for name, count in other_counts.items())
+        other_processes = sum(count * unit.get(name, 1) for name, count in other_counts.items())
         text = f"this process may open {room.files} files; raise that with ulimit -n"
-        bounds.append(Bound((processes - others) // unit.get(role, 1), text))
+        bounds.append(Bound((processes - other_processes) // unit.get(role, 1), text))
     if not bounds:
         return None
-    tightest = min(bounds, key=lambda bound: bound.most)
-    return Bound(max(present, tightest.most), tightest.reason)
+    tightest = min(bounds, key=lambda bound: bound.maximum)
+    return Bound(max(present, tightest.maximum), tightest.reason)
