@@ -62,6 +62,8 @@ TICK = 0.1
 """Maximum seconds between two checks of the processes."""
 FROZEN_SECONDS = 5.0
 """Seconds without a message after which a process of this host is killed and restarted."""
+RETRY_SECONDS = 1.0
+"""Seconds until a process is started again that the system could not start."""
 NO_SUPERVISOR = "the supervisor has stopped, so processes are not restarted any more"
 
 
@@ -442,6 +444,17 @@ class Supervisor:
     # ---- processes
 
     def _spawn(self, member: Member) -> None:
+        try:
+            self._start_process(member)
+        except OSError as error:
+            if not self._has_announced:
+                raise
+            reason = f"no process can be started: {error.strerror or error}"
+            if member.last_failure != reason:
+                self._note(f"{member.name}: {reason}; it is tried again every {RETRY_SECONDS:g} s")
+            member.last_failure, member.restart_at = reason, self._clock() + RETRY_SECONDS
+
+    def _start_process(self, member: Member) -> None:
         if member.is_client:
             self._members.spawn_worker(member)
         elif self._changes.layout is not None:
