@@ -62,18 +62,18 @@ class TroubledServer:
     log_file: Path
     model: Path
     url: str = ""
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=PATIENCE))
 
     @property
     def log(self) -> str:
-        return self.log_file.read_text()
+        return self.log_file.read_text() if self.log_file.is_file() else ""
 
     @property
     def weights(self) -> Path:
         return self.model / "model.safetensors"
 
     def get(self, path: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        return httpx.get(self.url + path, headers=headers, timeout=PATIENCE, trust_env=False)
+        return self.http.get(self.url + path, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
 
     def health(self) -> Reply:
         try:
@@ -98,19 +98,13 @@ class TroubledServer:
         for pid in [self.pid(name) for name in names]:
             os.kill(pid, signal.SIGKILL)
 
-    def scale(self, **numbers: int) -> Reply:
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-        arguments: dict[str, Any] = {"headers": headers, "timeout": PATIENCE, "trust_env": False}
-        answer = httpx.post(f"{self.url}/scale_elastic_ep", json=numbers, **arguments)
-        return Reply(answer.status_code, answer.text)
-
     def ask(self, chat: bool = False, seconds: float = PATIENCE) -> Reply:
         """A new request, for a few tokens."""
         body: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
         body |= {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": "hi"}
         path = "/v1/chat/completions" if chat else "/v1/completions"
         try:
-            answer = httpx.post(self.url + path, json=body, timeout=seconds, trust_env=False)
+            answer = self.http.post(self.url + path, json=body, timeout=seconds)
         except httpx.HTTPError as error:
             return Reply(0, f"{type(error).__name__}: {error}")
         usage = answer.json().get("usage", {}).get("completion_tokens", 0)
@@ -130,12 +124,18 @@ class TroubledServer:
         end = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < end, f"it did not happen; the log:\n{self.log[-3000:]}"
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def stop(self) -> int:
         """Sends SIGTERM. Returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(PATIENCE)
+
+    def close(self) -> None:
+        """Kills the server."""
+        self.http.close()
+        self.process.kill()
+        self.process.wait(PATIENCE)
 
     def limit(self, which: int, value: int) -> None:
         """Lowers a limit of the server's process, which its further children inherit."""
@@ -144,9 +144,7 @@ class TroubledServer:
     def _stream(self, request: WaitingRequest) -> None:
         body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
         try:
-            with httpx.stream(
-                "POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False
-            ) as answer:
+            with self.http.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
                 for line in answer.iter_lines():
                     if '"error"' in line:
                         request.error = line
@@ -156,16 +154,10 @@ class TroubledServer:
 
 
 @contextmanager
-def serve(
-    folder: Path,
-    *flags: str,
-    prefix: Sequence[str] = (),
-    output: Path | None = None,
-    **environment: str,
-) -> Iterator[TroubledServer]:
-    """A server that serves, and is killed at the end. output: gets what it prints, in place of the log."""
+def serve(folder: Path, *flags: str, **environment: str) -> Iterator[TroubledServer]:
+    """A server that serves, and is killed at the end."""
     model = Path(shutil.copytree(resolve("demo"), folder / "model", dirs_exist_ok=True))
-    server = start(folder, model, *flags, prefix=prefix, output=output, **environment)
+    server = start(folder, model, *flags, **environment)
     try:
         server.until(lambda: server.process.poll() is not None or '"event": "serving"' in server.log)
         assert server.process.poll() is None, server.log
@@ -173,8 +165,7 @@ def serve(
         server.url = json.loads(line)["url"]
         yield server
     finally:
-        server.process.kill()
-        server.process.wait(PATIENCE)
+        server.close()
 
 
 def start(
@@ -183,11 +174,12 @@ def start(
     *flags: str,
     prefix: Sequence[str] = (),
     output: Path | None = None,
+    port: int = 0,
     **environment: str,
 ) -> TroubledServer:
-    """A server that has just been started."""
+    """A server that has just been started. output: gets what it prints, in place of the log."""
     log_file = folder / "log" if output is None else output
-    command = [*prefix, sys.executable, "-m", "moesaic", "serve", str(model), "--port", "0", "--json"]
+    command = [*prefix, sys.executable, "-m", "moesaic", "serve", str(model), "--port", str(port), "--json"]
     command += ["--threads", "1", "--kv-cache-memory", "32MiB", "--served-model-name", "demo"]
     command += ["--admin-key", ADMIN_KEY, "--unavailable-timeout", str(OUTAGE_SECONDS)]
     command += ["--shutdown-timeout", "5", *flags]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -117,7 +118,8 @@ class Announcer:
         try:
             print(text, flush=True)
         except OSError as error:  # a full disk or a closed pipe must not keep the server from serving
-            print(f"moesaic: stdout: {error.strerror}; serving {self._name} at {url}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # stderr may be on the same disk
+                print(f"moesaic: stdout: {error.strerror}; serving {self._name} at {url}", file=sys.stderr)
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  later writes must not fail again
 
 
