@@ -17,7 +17,6 @@ import sys
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support.troubled_server import PATIENCE, PROCESSES, Reply, TroubledServer, serve, start
@@ -75,16 +74,21 @@ def test_no_server_of_a_layer(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_no_memory(tmp_path: Path) -> None:
-    """No worker can be started: the limit of its address space is too low for its libraries."""
-    flag, folder = tmp_path / "low", tmp_path / "site"
+def write_site(folder: Path, flag: Path, code: str) -> None:
+    """A folder for PYTHONPATH. An attention worker that starts while `flag` exists runs `code` first."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import os, resource, sys\n"
         f"if os.path.exists({str(flag)!r}) and 'moesaic.runtime' in sys.orig_argv:\n"
-        "    resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))\n"
+        f"    {code}\n"
     )
-    with serve(tmp_path, *PROCESSES, PYTHONPATH=str(folder)) as server:
+
+
+def test_no_memory(tmp_path: Path) -> None:
+    """No worker can be started: the limit of its address space is too low for its libraries."""
+    flag, site = tmp_path / "low", tmp_path / "site"
+    write_site(site, flag, "resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))")
+    with serve(tmp_path, *PROCESSES, PYTHONPATH=str(site)) as server:
         request = server.begin()
         flag.touch()
         server.kill("attention worker 0")
@@ -335,19 +339,21 @@ def test_a_frozen_process(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-def test_sigterm_in_an_outage_with_a_waiting_request(tmp_path: Path) -> None:
-    """It ends within --shutdown-timeout, which is 5 s, and the request is told why."""
-    with serve(tmp_path, *PROCESSES, "--unavailable-timeout", "600") as server:
-        server.begin().end()
-        slow = tmp_path / "away"
-        replies: list[Reply] = []
-        server.weights.rename(slow)
-        server.until(lambda: MISSING in server.log)
+def test_a_slow_start(tmp_path: Path) -> None:
+    """The worker that replaces a dead one takes long. Requests wait for it, and SIGTERM does not."""
+    flag, site = tmp_path / "slow", tmp_path / "site"
+    write_site(site, flag, "__import__('time').sleep(600)")
+    with serve(tmp_path, *PROCESSES, outage_seconds=600.0, PYTHONPATH=str(site)) as server:
+        flag.touch()
         server.kill("attention worker 0")
+        server.until(lambda: server.status()["health"] == "recovering")
+        replies: list[Reply] = []
         thread = threading.Thread(target=lambda: replies.append(server.ask()))
         thread.start()
-        with contextlib.suppress(httpx.HTTPError):
-            server.health()
+        server.until(lambda: server.metric("num_requests_waiting") == 1 or replies)
+        assert server.health().status == 200 and not replies
+        assert "no attention worker serves" in server.status()["outage"]
+        assert server.metric("available") == 1
         assert server.stop() == 0
         thread.join(PATIENCE)
-        assert replies[0].status in (0, 503)
+        assert [reply.status for reply in replies] == [503]

@@ -21,7 +21,7 @@ import httpx
 
 from moesaic.models.files import resolve
 
-PATIENCE = 90.0
+PATIENCE = 180.0
 """Seconds after which a test counts as hanging, also on a busy machine."""
 ADMIN_KEY = "admin"
 OUTAGE_SECONDS = 3.0
@@ -154,10 +154,12 @@ class TroubledServer:
 
 
 @contextmanager
-def serve(folder: Path, *flags: str, **environment: str) -> Iterator[TroubledServer]:
+def serve(
+    folder: Path, *flags: str, outage_seconds: float = OUTAGE_SECONDS, **environment: str
+) -> Iterator[TroubledServer]:
     """A server that serves, and is killed at the end."""
     model = Path(shutil.copytree(resolve("demo"), folder / "model", dirs_exist_ok=True))
-    server = start(folder, model, *flags, **environment)
+    server = start(folder, model, *flags, outage_seconds=outage_seconds, **environment)
     try:
         server.until(lambda: server.process.poll() is not None or '"event": "serving"' in server.log)
         assert server.process.poll() is None, server.log
@@ -175,13 +177,14 @@ def start(
     prefix: Sequence[str] = (),
     output: Path | None = None,
     port: int = 0,
+    outage_seconds: float = OUTAGE_SECONDS,
     **environment: str,
 ) -> TroubledServer:
     """A server that has just been started. output: gets what it prints, in place of the log."""
     log_file = folder / "log" if output is None else output
     command = [*prefix, sys.executable, "-m", "moesaic", "serve", str(model), "--port", str(port), "--json"]
     command += ["--threads", "1", "--kv-cache-memory", "32MiB", "--served-model-name", "demo"]
-    command += ["--admin-key", ADMIN_KEY, "--unavailable-timeout", str(OUTAGE_SECONDS)]
+    command += ["--admin-key", ADMIN_KEY, "--unavailable-timeout", str(outage_seconds)]
     command += ["--shutdown-timeout", "5", *flags]
     with log_file.open("w") as file:
         process = subprocess.Popen(
