@@ -110,10 +110,10 @@ class TroubledServer:
         usage = answer.json().get("usage", {}).get("completion_tokens", 0)
         return Reply(answer.status_code, answer.text, answer.headers.get("retry-after"), usage)
 
-    def begin(self) -> WaitingRequest:
+    def begin(self, max_tokens: int = 1900) -> WaitingRequest:
         """A stream that has begun, and that would last long."""
         request = WaitingRequest()
-        request.thread = threading.Thread(target=self._stream, args=[request], daemon=True)
+        request.thread = threading.Thread(target=self._stream, args=[request, max_tokens], daemon=True)
         request.thread.start()
         self.until(lambda: request.tokens > 3 or bool(request.error))
         assert not request.error, request.error
@@ -141,8 +141,9 @@ class TroubledServer:
         """Lowers a limit of the server's process, which its further children inherit."""
         resource.prlimit(self.process.pid, which, (value, resource.prlimit(self.process.pid, which)[1]))
 
-    def _stream(self, request: WaitingRequest) -> None:
-        body = {"prompt": "hi", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
+    def _stream(self, request: WaitingRequest, max_tokens: int) -> None:
+        body = {"prompt": "hi", "max_tokens": max_tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "stream": True}
         try:
             with self.http.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
                 for line in answer.iter_lines():
