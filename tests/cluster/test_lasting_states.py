@@ -210,7 +210,7 @@ def clock(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_clock_that_was_set(clock: tuple[Path, Path], tmp_path: Path) -> None:
     library, offset = clock
     preload = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
-    with serve(tmp_path, *PROCESSES, **preload) as server:
+    with serve(tmp_path, *PROCESSES, outage_seconds=600.0, **preload) as server:
         deaths = server.metric("process_deaths_total")
 
         def hour() -> int:
@@ -271,7 +271,7 @@ def test_template_processes_that_die(tmp_path: Path) -> None:
 
 def test_a_tokenizer_file_that_is_broken(tmp_path: Path) -> None:
     """The server has read it. A process that starts does not need it. A server that starts refuses it."""
-    with serve(tmp_path, *PROCESSES) as server:
+    with serve(tmp_path, *PROCESSES, outage_seconds=600.0) as server:
         (server.model / "tokenizer.json").write_text("{")
         assert_served(server)
         server.kill("attention worker 0")
@@ -330,7 +330,7 @@ def test_an_unreachable_standby(tmp_path: Path) -> None:
 
 def test_a_frozen_process(tmp_path: Path) -> None:
     """A process that is stopped, as one that waits for a disk without end, is killed and replaced."""
-    with serve(tmp_path, *PROCESSES) as server:
+    with serve(tmp_path, *PROCESSES, outage_seconds=600.0) as server:
         request = server.begin(max_tokens=300)
         os.kill(server.pid("expert server 1"), signal.SIGSTOP)
         server.until(lambda: "expert server 1 sent nothing for 5 s: killing it" in server.log)

@@ -24,7 +24,7 @@ from moesaic.models.files import resolve
 PATIENCE = 180.0
 """Seconds after which a test counts as hanging, also on a busy machine."""
 ADMIN_KEY = "admin"
-OUTAGE_SECONDS = 3.0
+OUTAGE_SECONDS = 12.0
 """Seconds of an outage after which the server refuses requests."""
 PROCESSES = ("--attention-workers", "1", "--expert-servers", "2")
 
