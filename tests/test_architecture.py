@@ -212,6 +212,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     "cluster": (
         "core.gpu_parts",
         *("config", "core", "policy.fleet.autoscale", "policy.fleet.devices", "policy.placement.balance"),
+        "policy.fleet.bounds",  # how many processes there may be
+        "runtime.machine",  # how much memory is left for more of them
         "policy.fleet.silence",
         "policy.fleet.health",  # what an outage means for users
         "policy.fleet.nodes",  # where Ray should start a process
@@ -369,6 +371,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
         *(
             "cluster.numa",
+            "cluster.process_room",
+            "policy.fleet.bounds",
             "models.compressing",
             "models.files",
             "text.parsers.table",

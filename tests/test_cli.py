@@ -19,11 +19,12 @@ import pytest
 
 import moesaic
 from moesaic.commands import cli, doctor, flag_groups, machine, suggestions, usage
-from moesaic.commands.announce import capacity_line, requests_of_maximum_length
+from moesaic.commands.announce import capacity_line, requests_of_maximum_length, schedule_lines
 from moesaic.commands.machine import Machine
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.errors import ConfigError
 from moesaic.core.worker_info import WorkerInfo
+from moesaic.policy.scheduling.minimum_batch import MAX_THRESHOLD
 from tests.support import pairs
 from tests.support.processes import children
 
@@ -183,7 +184,22 @@ def test_the_help_shows_short_flags(
         ("serve demo --expert-servers 1 --autoscale 3", "--autoscale: got '3'; allowed: MIN:MAX"),
         ("serve demo --rebalance-interval -1", "--rebalance-interval: got -1.0; allowed: seconds, 0 or more"),
         ("serve demo --expert-servers 1 --cluster-address x", "give both or none"),
-        ("scale", "--expert-servers, --attention-workers or --prefill-workers: give at least one"),
+        ("scale", "--expert-servers, --attention-workers, --prefill-workers or --cancel: give at least one"),
+        ("scale --cancel --expert-servers 2", "--expert-servers: got 2; allowed: no number with --cancel"),
+        ("serve demo --expert-servers 99", "--expert-servers: got 99; allowed: at most 24: a layer has 24"),
+        ("serve demo --attention-workers 9999", "--attention-workers: got 9999; allowed: at most "),
+        (
+            "serve demo --expert-servers 2 --autoscale 2:99",
+            "--autoscale: got '2:99'; allowed: for expert-servers a MAX of at most 24: a layer has 24",
+        ),
+        (
+            "serve demo --data-parallel-size 99 --enable-expert-parallel",
+            "--data-parallel-size: got 99; allowed: at most 24: a layer has 24 copies of experts",
+        ),
+        (
+            "run-batch -i pyproject.toml -o x --model demo --expert-servers 99",
+            "--expert-servers: got 99; allowed: at most 24: a layer has 24 copies of experts",
+        ),
         ("scale --prefill-workers -1", "--prefill-workers: got -1; allowed: an integer of at least 0"),
         ("scale --attention-workers 0", "--attention-workers: got 0; allowed: an integer of at least 1"),
         ("join 127.0.0.1:1", "--secret-file: got nothing"),
@@ -464,6 +480,18 @@ def test_capacity_counts_whole_blocks() -> None:
     assert requests_of_maximum_length(info) == 2
     assert requests_of_maximum_length(replace(info, state_seats=1)) == 1
     assert capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length"
+
+
+def test_a_schedule_without_effect_is_told() -> None:
+    names = dict.fromkeys(("model_type", "device", "kernels", "dtype", "kv_dtype"), "x")
+    numbers = dict.fromkeys(WorkerInfo.__annotations__.keys() - names.keys(), 1)
+    info = replace(WorkerInfo(**names | numbers), max_num_seqs=16, least_rows=0)
+    for least in (0, 2, 16):
+        assert schedule_lines(replace(info, least_rows=least)) == []
+    [line] = schedule_lines(replace(info, least_rows=17))
+    assert "of the 16 rows of --max-num-seqs ever runs alone" in line and "at least 17 rows" in line
+    [line] = schedule_lines(replace(info, least_rows=MAX_THRESHOLD))
+    assert "no number of rows is enough" in line
 
 
 @pytest.mark.parametrize("flags", [(), ("--allow-special-tokens-in-content",)])

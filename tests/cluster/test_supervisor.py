@@ -249,9 +249,8 @@ def test_a_process_that_cannot_be_started_now_is_started_later(
         served.submit(*workload(COUNT, TOKENS))
         assert served.finish(Plan((60, killing(served, "expert server 0")))) == expected
         assert tries == 4
-        assert failures(served)[1:] == [
-            "the supervisor: BlockingIOError: [Errno 11] Resource temporarily unavailable"
-        ]
+        reason = "no process can be started: Resource temporarily unavailable; it is tried again every 1 s"
+        assert failures(served)[1:] == [f"expert server 0: {reason}"]
 
 
 def test_redundant_experts_without_a_place_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,6 +73,16 @@ def test_a_failed_change_says_why(failure: Exception, status: int, launch: Launc
     assert answer.json()["error"]["message"] == str(failure)
 
 
+def test_a_change_is_cancelled_by_delete(launch: Launch) -> None:
+    live = launch(cluster=FakeCluster())
+    with live.http as client:
+        answer = client.delete("/scale_elastic_ep")
+    assert answer.status_code == 409
+    assert answer.json()["error"]["message"] == "no scaling call is under way"
+    with httpx.Client(base_url=live.url, trust_env=False, verify=NO_TLS) as anybody:
+        assert anybody.delete("/scale_elastic_ep").status_code == 401
+
+
 def test_a_change_that_outlives_the_server_is_answered(launch: Launch) -> None:
     class Loading(FakeCluster):
         """A newcomer takes for ever."""

@@ -33,6 +33,7 @@ OPERATIONS = {
     ("GET", "/version"),
     ("GET", "/v1/fault_tolerance/status"),
     ("POST", "/scale_elastic_ep"),
+    ("DELETE", "/scale_elastic_ep"),
     ("POST", "/v1/fault_tolerance/kill"),
 }
 CASES = [

@@ -105,7 +105,13 @@ class FakeCluster:
             future.set_result(None)
         return future
 
+    def cancel_scaling(self) -> Future[None]:
+        """There is never anything to cancel."""
+        future: Future[None] = Future()
+        future.set_exception(ScalingError("no scaling call is under way", conflict=True))
+        return future
 
-BUSY = ScalingError("the cluster is being scaled already", conflict=True)
+
+BUSY = ScalingError("a newer scaling call replaced this one", conflict=True)
 BROKEN = ScalingError("expert server 3 did not come up; the cluster is as it was")
 WRONG = ConfigError.field("expert_servers", 0, "at least 1")

@@ -30,11 +30,12 @@ from moesaic.cluster.members import Members
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.publishing import Publisher
 from moesaic.cluster.router import Router
-from moesaic.cluster.scaling import COUNT_NAMES, Change, Changes, JoinedProcess
+from moesaic.cluster.scaling import COUNT_NAMES, Change, Changes, JoinedProcess, ReplacedError
 from moesaic.cluster.solving.job import Job
 from moesaic.config import ClusterConfig
 from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
+from moesaic.core.metrics import ExpertServerStats
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
 from moesaic.core.tokens import IntArray
@@ -49,7 +50,7 @@ RETRY_SECONDS = 5.0
 """Seconds to wait after a failed change that was due to load or to a lost server."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _QueuedChange:
     description: str
     """Description for people."""
@@ -58,6 +59,20 @@ class _QueuedChange:
     """Future of the user who requested the change; None if nobody waits for it."""
     recreate: Callable[[], Change] | None = None
     """Makes the same change once more, if the supervisor's thread ends in the middle of it."""
+    former_counts: tuple[int | None, ...] = ()
+    """The numbers of processes before the change, of those that its user named."""
+    may_interrupt: bool = True
+    """Whether an error may be thrown into the change now."""
+    interruption: ScalingError | None = None
+    """Thrown into the change as soon as it may be, since nobody wants the change any more."""
+
+    def advance(self) -> None:
+        """Continues the change. Raises StopIteration at its end."""
+        if self.interruption is not None and self.may_interrupt:
+            error, self.interruption = self.interruption, None
+            self.may_interrupt = self.change.throw(error)
+        else:
+            self.may_interrupt = next(self.change)
 
 
 class ChangeQueue:
@@ -134,17 +149,61 @@ class ChangeQueue:
     def scale(
         self, servers: int | None, workers: int | None, prefill: int | None, future: Future[None]
     ) -> None:
-        """Requests these numbers. It is refused while another requested change is under way."""
-        pending = [self._current, *self._queue]
+        """Requests these numbers. A requested change that is under way ends, and this one goes on from there.
+
+        Numbers that only the former change named become what they were before it.
+        """
+        requested_changes = self._list_requested_changes()
+        former_counts: tuple[int | None, ...] = (None, None, None)
+        for change in requested_changes:
+            former_counts = tuple(
+                count if earlier_count is None else earlier_count
+                for earlier_count, count in zip(former_counts, change.former_counts, strict=True)
+            )
+        counts = tuple(
+            former_count if count is None else count
+            for count, former_count in zip((servers, workers, prefill), former_counts, strict=True)
+        )
         try:
-            if any(change is not None and change.future is not None for change in pending):
-                raise ScalingError("the cluster is being scaled already; wait for its end", conflict=True)
-            self.changes.resolve_counts(servers, workers, prefill)
+            self.changes.resolve_counts(*counts)
         except (ScalingError, ConfigError) as error:
             future.set_exception(error)
             return
-        recreate = partial(self.changes.scale, servers, workers, prefill)
-        self._queue.append(_QueuedChange("scaling", recreate(), future, recreate))
+        for change in requested_changes:
+            replacement = ReplacedError("a newer scaling call replaced this one", conflict=True)
+            change.interruption = replacement
+            if change is not self._current:
+                self._queue.remove(change)
+                self._report_end(change, replacement)
+        now = self.changes.count_processes()
+        former_counts = tuple(
+            None if count is None else present_count if former_count is None else former_count
+            for count, present_count, former_count in zip(counts, now, former_counts, strict=True)
+        )
+        recreate = partial(self.changes.scale, *counts, former_counts=former_counts)
+        self._queue.append(_QueuedChange("scaling", recreate(), future, recreate, former_counts))
+
+    def cancel_scaling(self, future: Future[None]) -> None:
+        """Ends the requested change and undoes it. The future ends when that is done."""
+        requested_changes = self._list_requested_changes()
+        if not requested_changes:
+            future.set_exception(ScalingError("no scaling call is under way", conflict=True))
+            return
+        for change in requested_changes:
+            error = ScalingError("the scaling call was cancelled", conflict=True)
+            if change is self._current:
+                change.interruption = error
+            else:  # it may have replaced one that had begun
+                change.recreate = partial(self.changes.revert, error, change.former_counts)
+                change.change = change.recreate()
+        change_future = requested_changes[-1].future
+        assert change_future is not None
+        change_future.add_done_callback(lambda _: future.set_result(None))
+
+    def _list_requested_changes(self) -> list[_QueuedChange]:
+        """The changes that users wait for, the one under way first."""
+        changes = [self._current, *self._queue]
+        return [change for change in changes if change is not None and change.future is not None]
 
     def join(self, process: RemoteProcess, weights: str) -> None:
         """Adds a change for a process that joins from another machine, unless a launcher waits for it.
@@ -177,10 +236,10 @@ class ChangeQueue:
         # A server changes the placement, so it waits for its turn. A worker does not.
         (self._queue if server else self._arriving).append(queued_change)
 
-    def add_report(self, member: Member, load: list[list[int]]) -> None:
-        """Adds a server's report. load: [L][E] pairs, see `Loads.add_report`."""
+    def add_report(self, member: Member, stats: ExpertServerStats, load: list[list[int]]) -> None:
+        """Adds a report of a server's process. load: [L][E] pairs, see `Loads.add_report`."""
         if self.balancing is not None:
-            self.balancing.loads.add_report(member.number, member.incarnation, member.stats, load)
+            self.balancing.loads.add_report(member.number, member.incarnation, stats, load)
 
     def advance(self, now: float) -> None:
         """Continues the change under way, or begins the next one."""
@@ -220,7 +279,7 @@ class ChangeQueue:
                 and not queued_change.future.done()
             ):
                 self._queue.appendleft(
-                    _QueuedChange(queued_change.description, queued_change.recreate(), queued_change.future)
+                    replace(queued_change, change=queued_change.recreate(), recreate=None, may_interrupt=True)
                 )
                 continue
             self._report_end(
@@ -256,7 +315,7 @@ class ChangeQueue:
         An exception that no change should raise is raised again once the change counts as ended.
         """
         try:
-            next(queued_change.change)
+            queued_change.advance()
         except StopIteration:
             self._report_end(queued_change, None)
             return True
@@ -326,8 +385,12 @@ class ChangeQueue:
         new = balancing.plan_rebalance(now, placement, capacities, self.changes.copy_bandwidth, hosts)
         if new is None:
             return None
+        return _QueuedChange("rebalancing", self._rebalance(new))
+
+    def _rebalance(self, new: Placement) -> Change:
+        """Moves experts between the same servers to balance their load."""
+        yield from self.changes.rebalance(new)
         self.rebalances += 1
-        return _QueuedChange("rebalancing", self.changes.rebalance(new))
 
     def _plan_spread(self, placement: Placement, balancing: Balancing) -> _QueuedChange | None:
         """The change that spreads copies over hosts, once placement or hosts are others; usually None.
@@ -355,8 +418,9 @@ class ChangeQueue:
     def _plan_autoscaling(self, now: float) -> _QueuedChange | None:
         """The change to as many processes of each role as --autoscale wants; usually None."""
         sample = take_sample(self._members, self._router)
-        counts = self._autoscaling.decide_counts(now, sample)
-        if not counts:
+        wanted_counts = self._autoscaling.decide_counts(now, sample)
+        counts = self.changes.limit(wanted_counts) if wanted_counts else {}
+        if all(count == sample.processes[name] for name, count in counts.items()):
             return None
         numbers = [
             f"{sample.processes[name]} to {count} {name.replace('_', ' ')}" for name, count in counts.items()
@@ -448,7 +512,10 @@ def take_sample(members: Members, router: Router) -> Sample:
         },
         missed_objectives=router.objectives.total_misses,
         busy={
-            "expert_servers": {member.process_key: member.stats.busy_seconds for member in members.servers},
+            "expert_servers": {
+                member.process_key: member.stats.busy_seconds - member.past_stats.busy_seconds
+                for member in members.servers
+            },
             "prefill_workers": {
                 member.process_key: prefill[member.worker_id]
                 for member in members.prefill_workers

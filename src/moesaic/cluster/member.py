@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from moesaic.cluster.totals import server_counters_only, sum_stats
 from moesaic.core.endpoint import NO_ENDPOINT, Endpoint
 from moesaic.core.messages import Ready, ReceivesKV
 from moesaic.core.metrics import ExpertServerStats
@@ -177,6 +178,9 @@ class Member:
     capacity: float = 0.0
     """The capacity weight of a server, which sets its share of experts and load."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
+    """What a server's process said last, and the counts of its earlier processes."""
+    past_stats: ExpertServerStats = field(default_factory=ExpertServerStats)
+    """Counts of its earlier processes."""
 
     @property
     def name(self) -> str:
@@ -207,12 +211,17 @@ class Member:
         """True if it serves or is draining."""
         return self.stage in (Stage.SERVING, Stage.DRAINING)
 
+    def record_stats(self, stats: ExpertServerStats) -> None:
+        """Records what a server's process says of itself."""
+        self.stats = sum_stats([self.past_stats, stats])
+
     def record_death(self, reason: str, now: float, rule: RestartRule) -> bool:
         """Records that its process ended. Returns False if it must not be restarted: it died too often, or it
         is leaving."""
         if self.stage is Stage.STARTING:
             self.start_seconds = now - self.start_time
         self.last_failure, self.child, self.is_suspected = reason, None, False
+        self.stats = self.past_stats = server_counters_only(self.stats)
         self.all_deaths += 1
         is_crash = self.refusal is None or self.on_trial
         self.deaths = [*self._recent_deaths(now, rule), *([now] if is_crash else [])]

@@ -17,6 +17,7 @@ from moesaic.cluster.member import Member, Process, Role, Stage, explain_misfit
 from moesaic.cluster.rank_hosts import RankHosts
 from moesaic.cluster.router import Router
 from moesaic.cluster.settings import Settings
+from moesaic.cluster.totals import PastMembers, server_counters_only, sum_stats
 from moesaic.config import SMALL_MODEL, ClusterConfig, WorkerConfig, gpus
 from moesaic.config.values import KernelName
 from moesaic.core import messages
@@ -69,8 +70,9 @@ class Members:
         self._urgent_lock = threading.Lock()
         """Lock for reader threads that do urgent work in place of the supervisor's thread."""
         self._stopping = False
-        self.past_deaths = 0
-        """Deaths of members that have left."""
+        self._past_members = PastMembers()
+        self._list_lock = threading.Lock()
+        """Lock for readers that need the lists of members and `_past_members` of one moment."""
         self._worker_config = worker
         self._settings = Settings(worker, cluster.prefill_workers > 0)
         self._router = router
@@ -82,6 +84,11 @@ class Members:
     @property
     def all_members(self) -> list[Member]:
         return [*self.clients, *self.servers, *self.ranks.members]
+
+    def snapshot(self) -> tuple[list[Member], PastMembers]:
+        """All members of one moment, and what remains of those that have left. Any thread may call it."""
+        with self._list_lock:
+            return self.all_members, self._past_members
 
     @property
     def all_serve(self) -> bool:
@@ -234,11 +241,14 @@ class Members:
 
     def remove(self, member: Member) -> None:
         """Removes a member, and ends its process in the background. Its requests must have moved before."""
-        self.workers = [other for other in self.workers if other is not member]
-        self.prefill_workers = [other for other in self.prefill_workers if other is not member]
-        self.servers = [other for other in self.servers if other is not member]
-        self.ranks.remove_group(member)
-        self.past_deaths += member.all_deaths
+        with self._list_lock:
+            if id(member) in map(id, [*self.clients, *self.servers]):
+                counts = sum_stats([self._past_members.server_stats, server_counters_only(member.stats)])
+                self._past_members = PastMembers(self._past_members.deaths + member.all_deaths, counts)
+            self.workers = [other for other in self.workers if other is not member]
+            self.prefill_workers = [other for other in self.prefill_workers if other is not member]
+            self.servers = [other for other in self.servers if other is not member]
+        self.remove_group(member)
         child, member.child = member.child, None
         # Late messages of its process have the old incarnation, so they are dropped.
         member.stage, member.incarnation = Stage.STOPPED, member.incarnation + 1
@@ -247,6 +257,15 @@ class Members:
             thread = threading.Thread(target=_dismiss, args=arguments, name=f"ending {member.name}")
             self._ending = [other for other in self._ending if other.is_alive()] + [thread]
             thread.start()
+
+    def remove_group(self, member: Member) -> None:
+        """A process is gone. If it belonged to a group with ranks of other hosts, these are ended."""
+        with self._list_lock:
+            former_ranks = self.ranks.members
+            self.ranks.remove_group(member)
+            ids = set(map(id, self.ranks.members))
+            deaths = sum(rank.all_deaths for rank in former_ranks if id(rank) not in ids)
+            self._past_members = replace(self._past_members, deaths=self._past_members.deaths + deaths)
 
     def empty_inbox(self) -> None:
         """Carries out what is left in the inbox, in place of the supervisor's thread."""

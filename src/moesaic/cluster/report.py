@@ -11,9 +11,9 @@ import numpy as np
 
 from moesaic.cluster.join_listener import JoinListener
 from moesaic.cluster.member import Member, Role, Stage
-from moesaic.cluster.members import Members
 from moesaic.cluster.publishing import union
 from moesaic.cluster.router import Router
+from moesaic.cluster.totals import PastMembers
 from moesaic.core import paced_devices
 from moesaic.core.cluster_status import ClusterCounters, LayerLocality, LayerReplicas, ProcessStatus
 from moesaic.core.metrics import ExpertStats
@@ -64,18 +64,19 @@ def process_status(
 
 
 def counters(
-    members: Members,
+    members: Collection[Member],
+    past_members: PastMembers,
     router: Router,
     rebalances: int,
     listener: JoinListener | None = None,
     supervisor_restarts: int = 0,
 ) -> ClusterCounters:
-    """Returns all counts since the start."""
+    """Returns all counts since the start. members: those that have not left."""
     workers = router.stats()
     experts = workers.experts
-    paces = [experts.pace, *(member.stats.pace for member in members.servers)]
+    paces = [experts.pace, past_members.server_stats.pace, *(member.stats.pace for member in members)]
     return ClusterCounters(
-        process_deaths=members.past_deaths + sum(member.all_deaths for member in members.all_members),
+        process_deaths=past_members.deaths + sum(member.all_deaths for member in members),
         failovers=experts.failovers,
         silent_failovers=experts.silent_failovers,
         false_failovers=experts.false_failovers,

@@ -18,8 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from dataclasses import fields, replace
-from itertools import zip_longest
+from dataclasses import replace
 
 from moesaic.cluster.objectives import Objectives
 from moesaic.cluster.requests import (
@@ -36,10 +35,11 @@ from moesaic.cluster.requests import (
     update_blocks,
     without_scores,
 )
+from moesaic.cluster.totals import counters_only, sum_stats
 from moesaic.core import messages
 from moesaic.core.errors import ConnectionLost
 from moesaic.core.messages import KVSent, Stats
-from moesaic.core.metrics import StateStats, WorkerStats
+from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.policy.placement.dispatch import Dispatch, WorkerLoad, choose_apart, least_loaded
@@ -124,6 +124,8 @@ class Router:
         prefill: whether it computes prompts for the others. kv: where it receives KV; None: it does not.
         """
         with self._lock:
+            if (former_record := self._workers.get(worker)) is not None:
+                self._keep_counts(former_record)
             self._workers[worker] = WorkerRecord(connection, info, prefill=prefill, kv=kv)
             self._place_all()
 
@@ -200,7 +202,7 @@ class Router:
         with self._lock:
             if (record := self._workers.pop(worker, None)) is None:
                 return
-            self._past_stats = sum_stats([self._past_stats, counters_only(record.stats)])
+            self._keep_counts(record)
             orphans = [key for key, entry in self._entries.items() if entry.worker == worker]
             for key in orphans:
                 entry = self._entries[key]
@@ -259,6 +261,10 @@ class Router:
         }
 
     # ---- internal, with the lock held
+
+    def _keep_counts(self, record: WorkerRecord) -> None:
+        """Keeps what a worker has counted that is no longer in service."""
+        self._past_stats = sum_stats([self._past_stats, counters_only(record.stats)])
 
     def _place_all(self) -> None:
         """Sends every request that waits to a worker, in order of arrival."""
@@ -425,19 +431,6 @@ def as_one_worker(infos: list[WorkerInfo]) -> WorkerInfo:
     return replace(infos[0], **{name: sum(getattr(info, name) for info in infos) for name in names})
 
 
-def counters_only(stats: WorkerStats) -> WorkerStats:
-    """Returns the part of a worker's statistics that outlives it: counts, but no state."""
-    return replace(
-        stats,
-        running=0,
-        waiting=0,
-        blocks=replace(stats.blocks, num_total=0, num_free=0, num_cached=0, num_used=0),
-        states=StateStats(),
-        speculation=replace(stats.speculation, prices=()),
-        transfers=replace(stats.transfers, held_bytes=0),
-    )
-
-
 def with_report(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
     """What is known of a worker once it has reported again.
 
@@ -448,20 +441,3 @@ def with_report(stats: WorkerStats, news: Stats | KVSent) -> WorkerStats:
     if transfers.sent_bytes < stats.transfers.sent_bytes:
         transfers = stats.transfers
     return replace(stats if isinstance(news, KVSent) else news.stats, transfers=transfers)
-
-
-def sum_stats(records: list[WorkerStats]) -> WorkerStats:
-    """Returns the sum of records, field by field, including nested records."""
-
-    def add(parts: list[object]) -> object:
-        first = parts[0]
-        if isinstance(first, int | float):
-            return sum(parts)  # type: ignore[arg-type]
-        if isinstance(first, tuple):  # one number for each layer, or none yet
-            return tuple(map(sum, zip_longest(*parts, fillvalue=0)))  # type: ignore[call-overload]
-        names = [field.name for field in fields(first)]  # type: ignore[arg-type]
-        return type(first)(**{name: add([getattr(part, name) for part in parts]) for name in names})
-
-    result = add(list(records))
-    assert isinstance(result, WorkerStats)
-    return result

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.cluster.autoscaling import autoscale_rules
@@ -23,6 +23,7 @@ from moesaic.cluster.balancing import BANDWIDTH
 from moesaic.cluster.join_listener import RemoteProcess
 from moesaic.cluster.member import Member, Role, Stage
 from moesaic.cluster.members import Members
+from moesaic.cluster.process_room import measure_room
 from moesaic.cluster.publishing import Publisher, have_experts, union
 from moesaic.cluster.router import Router
 from moesaic.config import ClusterConfig
@@ -30,6 +31,7 @@ from moesaic.core.errors import ConfigError, ScalingError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.placement import Placement
 from moesaic.policy.fleet.autoscale import ROLES
+from moesaic.policy.fleet.bounds import Room, find_bound, find_excess
 from moesaic.policy.placement import balance, returning
 from moesaic.policy.placement.returning import Kept
 
@@ -38,8 +40,13 @@ LOG = logging.getLogger(__name__)
 COUNT_NAMES = ("expert_servers", "attention_workers", "prefill_workers")
 """The numbers of processes that can be changed, as settings name them, in the order of parameters."""
 
-Change = Generator[None, None, None]
-"""A change under way. It ends, or raises ScalingError after everything is as it was before."""
+Change = Generator[bool, None, None]
+"""A change under way. It ends, or raises ScalingError after everything is as it was before. It yields whether
+an error may be thrown into it now, which it then raises in the same way."""
+
+
+class ReplacedError(ScalingError):
+    """A newer change takes over. The step under way was undone, but not the steps before it."""
 
 
 @dataclass(frozen=True)
@@ -102,34 +109,59 @@ class Changes:
 
     # ---- the changes
 
-    def scale(self, servers: int | None, workers: int | None, prefill: int | None = None) -> Change:
+    def scale(
+        self,
+        servers: int | None,
+        workers: int | None,
+        prefill: int | None = None,
+        *,
+        former_counts: Sequence[int | None] | None = None,
+    ) -> Change:
         """Changes to these numbers of expert servers, attention workers and prefill workers. A role without a
         number (None) is left alone: processes of it may join and die meanwhile. With a number of prefill
         workers, those that were given up are forgotten.
 
-        If a step fails, the steps before it are undone.
+        If a step fails, the steps before it are undone. After a ReplacedError they are not: the newer change
+        goes on from there. former_counts: the numbers to go back to; None: those when the change begins.
         """
         counts, placement = (servers, workers, prefill), self._publisher.placement
-        former_counts = [None if n is None else now for n, now in zip(counts, self._numbers(), strict=True)]
+        if former_counts is None:
+            now = self.count_processes()
+            former_counts = [None if n is None else present for n, present in zip(counts, now, strict=True)]
         self.resolve_counts(*counts)
         try:
             yield from self._scale_to(*counts)
+        except ReplacedError:
+            raise
         except Exception as error:
-            conflict = isinstance(error, ScalingError) and error.conflict
-            try:
-                yield from self._scale_to(*former_counts)
-                yield from self._restore(placement)
-            except Exception as second:
-                raise ScalingError(f"{error}; going back failed too: {second}") from error
-            raise ScalingError(f"{error}; the cluster is as it was", conflict) from error
+            yield from self.revert(error, former_counts, placement)  # it raises an error that says so
+            raise
         for member in self._members.prefill_workers if prefill is not None else ():
             if member.stage is Stage.STOPPED:
                 self._members.remove(member)
 
+    def revert(
+        self, error: Exception, counts: Sequence[int | None], placement: Placement | None = None
+    ) -> Change:
+        """Changes back to the numbers before a change that `error` ended, then raises that error.
+
+        placement: that before the change. None: any.
+        """
+        conflict = isinstance(error, ScalingError) and error.conflict
+        try:
+            yield from self._scale_to(*counts)
+            yield from self._restore(placement)
+        except ReplacedError:
+            raise
+        except Exception as second:
+            raise ScalingError(f"{error}; going back failed too: {second}") from error
+        raise ScalingError(f"{error}; the cluster is as it was", conflict) from error
+
     def resolve_counts(self, *numbers: int | None) -> tuple[int, int, int]:
         """The numbers of `COUNT_NAMES` after a change to `numbers`. Raises as `check` does."""
         servers, workers, prefill = (
-            now if number is None else number for number, now in zip(numbers, self._numbers(), strict=True)
+            now if number is None else number
+            for number, now in zip(numbers, self.count_processes(), strict=True)
         )
         self.check(servers, workers, prefill)
         return servers, workers, prefill
@@ -152,6 +184,11 @@ class Changes:
             least = self._cluster.min_replicas
             raise ScalingError(f"expert_servers: got {servers}; --min-replicas needs at least {least}", True)
         self._check_limits(servers, workers, prefill)
+        excess = find_excess(
+            _by_name(servers, workers, prefill), _by_name(*self.count_processes()), self._room()
+        )
+        if excess is not None:
+            raise ConfigError.field(excess.role, excess.count, excess.bound.describe())
         groups = (
             (self._members.servers, servers),
             (self._members.workers, workers),
@@ -176,14 +213,37 @@ class Changes:
 
     def _check_limits(self, *counts: int) -> None:
         """Raises ScalingError for changed numbers of `COUNT_NAMES` that --autoscale does not allow."""
-        numbers = dict(zip(COUNT_NAMES, counts, strict=True))
-        now = dict(zip(COUNT_NAMES, self._numbers(), strict=True))
+        numbers, now = _by_name(*counts), _by_name(*self.count_processes())
         for role, rule in autoscale_rules(self._cluster).items():
             for name in ROLES[role]:
                 number = numbers[name]
                 if number != now[name] and not rule.minimum <= number <= rule.maximum:
                     bounds = f"{rule.minimum} to {rule.maximum}"
                     raise ScalingError(f"{name}: got {number}; --autoscale allows {bounds}", True)
+
+    def limit(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """The numbers of `counts`, or smaller ones that are in bounds."""
+        now, room = _by_name(*self.count_processes()), self._room()
+        bounds = {name: find_bound(name, {**now, **counts}, now, room) for name in counts}
+        limited_counts = {
+            name: count if (bound := bounds[name]) is None else min(count, bound.maximum)
+            for name, count in counts.items()
+        }
+        if not self._cluster.enable_expert_parallel:
+            return limited_counts
+        pairs = min(limited_counts[name] for name in ROLES["ranks"] if name in limited_counts)
+        return {
+            name: min(count, pairs) if name in ROLES["ranks"] else count
+            for name, count in limited_counts.items()
+        }
+
+    def _room(self) -> Room:
+        """The room for processes now."""
+        workers = [*self._members.workers, *self._members.prefill_workers]
+        pids = [worker.child.pid for worker in workers if worker.child is not None]
+        num_experts = None if self.layout is None else self.layout.num_experts
+        local_pids = [pid for pid in pids if pid is not None]
+        return measure_room(self._cluster, num_experts, self._members.launcher.is_remote, local_pids)
 
     def add_server(self, newcomer: JoinedProcess | None = None) -> Change:
         """Adds a server, which takes its share of the experts. newcomer: None: the launcher
@@ -249,7 +309,7 @@ class Changes:
         while (
             member.child is not None and not self._router.is_drained(member.worker_id) and self._clock() < end
         ):
-            yield
+            yield False
         self._router.leave(member.worker_id)
         self._members.remove(member)
         self._router.tell_ready()
@@ -271,7 +331,7 @@ class Changes:
         """The prefill workers that were not given up."""
         return [member for member in self._members.prefill_workers if member.stage is not Stage.STOPPED]
 
-    def _numbers(self) -> tuple[int, int, int]:
+    def count_processes(self) -> tuple[int, int, int]:
         """The numbers of `COUNT_NAMES` now."""
         return len(self._members.servers), len(self._members.workers), len(self._prefill_workers)
 
@@ -280,20 +340,26 @@ class Changes:
         members, counts = self._members, (servers, workers, prefill)
         # All hosts are asked for at once, so that Ray's autoscaler can add them together.
         members.request_hosts(
-            *(now if n is None else n for n, now in zip(counts, self._numbers(), strict=True))
+            *(now if n is None else n for n, now in zip(counts, self.count_processes(), strict=True))
         )
         while len(members.servers) < (servers or 0):
             yield from self.add_server()
+            yield True
         while len(members.workers) < (workers or 0):
             yield from self.add_worker()
+            yield True
         while len(self._prefill_workers) < (prefill or 0):
             yield from self.add_worker(Role.PREFILL)
+            yield True
         while prefill is not None and len(self._prefill_workers) > prefill:
             yield from self.remove_worker(self._prefill_workers[-1])
+            yield True
         while workers is not None and len(members.workers) > workers:
             yield from self.remove_worker(members.workers[-1])
+            yield True
         while servers is not None and len(members.servers) > servers:
             yield from self.remove_server(members.servers[-1])
+            yield True
 
     def _restore(self, placement: Placement | None) -> Change:
         """Restores the placement before the change, if its servers still exist."""
@@ -376,7 +442,7 @@ class Changes:
         """Waits until no worker has a call under way that was routed by a directory before `version`."""
         next_nudge = self._clock() + self._limits.nudge
         while not self._publisher.is_settled(version):
-            yield
+            yield False
             if self._clock() > next_nudge:
                 # A worker without requests notices late answers only when it receives a directory.
                 self._publisher.publish()
@@ -394,7 +460,7 @@ class Changes:
         # Clients connect before they get the new placement, so that their first calls need not wait.
         end = self._clock() + self._limits.connecting
         while member.stats.clients < self._clients() and self._clock() < end:
-            yield
+            yield True
 
     def _clients(self) -> int:
         return sum(member.in_service for member in self._members.clients)
@@ -423,4 +489,9 @@ class Changes:
                     end = self._clock() + seconds
             if self._clock() > end:
                 raise ScalingError(f"{', '.join(m.name for m in members)}: not ready after {seconds:.0f} s")
-            yield
+            yield True
+
+
+def _by_name(*counts: int) -> dict[str, int]:
+    """The numbers of `COUNT_NAMES`, by their names."""
+    return dict(zip(COUNT_NAMES, counts, strict=True))

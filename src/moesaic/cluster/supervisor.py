@@ -62,6 +62,8 @@ TICK = 0.1
 """Maximum seconds between two checks of the processes."""
 FROZEN_SECONDS = 5.0
 """Seconds without a message after which a process of this host is killed and restarted."""
+RETRY_SECONDS = 1.0
+"""Seconds until a process is started again that the system could not start."""
 NO_SUPERVISOR = "the supervisor has stopped, so processes are not restarted any more"
 
 
@@ -171,13 +173,28 @@ class Supervisor:
     ) -> Future[None]:
         """Changes to these numbers of processes; None: as many as now. The future ends with the change.
 
-        The future raises ConfigError for numbers that are too small, and ScalingError if nothing was changed.
+        A change that an earlier call began ends, and this one goes on from there. The future raises
+        ConfigError for numbers that are out of bounds, and ScalingError if nothing was changed, or if a later
+        call took over.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         if self._members.is_supervised:
             numbers = expert_servers, attention_workers, prefill_workers
             self._members.inbox.put(lambda: self._changes.scale(*numbers, future))
+        else:
+            future.set_exception(ScalingError(NO_SUPERVISOR))
+        return future
+
+    def cancel_scaling(self) -> Future[None]:
+        """Ends the change of `scale` that is under way. The future ends once what it did is undone.
+
+        The future raises ScalingError if there is none. That of `scale` raises one too.
+        """
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+        if self._members.is_supervised:
+            self._members.inbox.put(lambda: self._changes.cancel_scaling(future))
         else:
             future.set_exception(ScalingError(NO_SUPERVISOR))
         return future
@@ -203,22 +220,28 @@ class Supervisor:
 
     def status(self) -> list[ProcessStatus]:
         """Returns the status of every process: the attention workers, then the expert servers."""
+        return self._describe_processes(self._members.all_members)
+
+    def _describe_processes(self, members: Collection[Member]) -> list[ProcessStatus]:
         now, placement, is_supervised = self._clock(), self._publisher.placement, self._members.is_supervised
-        return [process_status(member, placement, now, is_supervised) for member in self._members.all_members]
+        return [process_status(member, placement, now, is_supervised) for member in members]
 
     def report(self) -> ClusterStatus:
         """Returns the status of the whole cluster."""
         placement, members, live = self.placement, self._members, self._changes.live
+        all_members, past_members = members.snapshot()
         by_tables = live is not None and live.tables is not None and self._dispatch == "least-loaded"
         return ClusterStatus(
             directory_version=self._publisher.version,
             placement_version=None if placement is None else placement.version,
             change=self._changes.change_description,
-            processes=self.status(),
+            processes=self._describe_processes(all_members),
+            past_servers=past_members.server_stats,
             replicas=layer_replicas(placement, members.servers, self._links.server_hosts()),
             failures=self._failures.list_failures(),
             counters=counters(
-                members,
+                all_members,
+                past_members,
                 self._router,
                 self._changes.rebalances,
                 self._listener,
@@ -327,8 +350,8 @@ class Supervisor:
             case messages.Digests():
                 self._trust.weights.record_digests(member, message)
             case messages.ServerReport(stats, load):
-                member.stats = stats
-                self._changes.add_report(member, load)
+                member.record_stats(stats)
+                self._changes.add_report(member, stats, load)
             case messages.WorkerFailed() if message.user_error and not (
                 self._has_announced or member.is_spare
             ):
@@ -417,6 +440,17 @@ class Supervisor:
     # ---- processes
 
     def _spawn(self, member: Member) -> None:
+        try:
+            self._start_process(member)
+        except OSError as error:
+            if not self._has_announced:
+                raise
+            reason = f"no process can be started: {error.strerror or error}"
+            if member.last_failure != reason:
+                self._note(f"{member.name}: {reason}; it is tried again every {RETRY_SECONDS:g} s")
+            member.last_failure, member.restart_at = reason, self._clock() + RETRY_SECONDS
+
+    def _start_process(self, member: Member) -> None:
         if member.is_client:
             self._members.spawn_worker(member)
         elif self._changes.layout is not None:
@@ -435,7 +469,7 @@ class Supervisor:
         can_restart = member.record_death(end_description, self._clock(), self._rule)
         if member.is_client:
             self._router.leave(member.worker_id)
-        self._members.ranks.remove_group(member)
+        self._members.remove_group(member)
         may_die = self._has_announced or self._cluster.standby_for is not None
         if self._members.is_supervised and not is_expected and not (can_restart and may_die):
             message = f"{member.name} keeps dying; last failure: {end_description}"

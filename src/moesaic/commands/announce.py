@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready
 from moesaic.core.worker_info import WorkerInfo
+from moesaic.policy.scheduling.minimum_batch import MAX_THRESHOLD
 from moesaic.text.parsers.table import Formats
 
 
@@ -105,6 +107,7 @@ class Announcer:
         else:
             parts = [in_text(as_table(self._name, info)), parsers_line(self._formats)]
             parts += [f"Chat template: {sentence}" for sentence in self._messages] + [capacity_line(info)]
+            parts += schedule_lines(info)
             parts += [] if status is None else as_lines(status)
             if self._admin_key is not None:
                 parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")
@@ -115,7 +118,8 @@ class Announcer:
         try:
             print(text, flush=True)
         except OSError as error:  # a full disk or a closed pipe must not keep the server from serving
-            print(f"moesaic: stdout: {error.strerror}; serving {self._name} at {url}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # stderr may be on the same disk
+                print(f"moesaic: stdout: {error.strerror}; serving {self._name} at {url}", file=sys.stderr)
             sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115  later writes must not fail again
 
 
@@ -132,6 +136,19 @@ def capacity_line(info: WorkerInfo) -> str:
     if info.state_seats:
         states = f"; states of {info.state_seats} requests and {info.state_snapshots} prefixes"
     return f"KV cache holds {info.kv_tokens} tokens, {max_requests} requests of the maximum length{states}"
+
+
+def schedule_lines(info: WorkerInfo) -> list[str]:
+    """The warning that --schedule async has no effect with so few requests, if that is so."""
+    if info.least_rows <= info.max_num_seqs:
+        return []
+    needs = (
+        "no number of rows is enough on this device"
+        if info.least_rows >= MAX_THRESHOLD
+        else f"that takes at least {info.least_rows} rows in flight on this device"
+    )
+    rows = f"no part of the {info.max_num_seqs} rows of --max-num-seqs ever runs alone"
+    return [f"--schedule async computes as lockstep does: {rows}, since {needs}"]
 
 
 def parsers_line(formats: Formats) -> str:

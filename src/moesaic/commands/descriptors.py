@@ -13,11 +13,8 @@ import sys
 from pathlib import Path
 
 from moesaic.core.errors import ConfigError
+from moesaic.policy.fleet.bounds import FIRST_PROCESS_FILES, MORE_PROCESS_FILES
 
-LEAST = 48
-"""Descriptors that a process with one worker needs, with some to spare."""
-PER_PROCESS = 4
-"""Descriptors that each further process, or each peer, needs."""
 EXHAUSTED_ERRNOS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -32,7 +29,7 @@ def prepare(processes: int = 1) -> None:
         with contextlib.suppress(ValueError, OSError):  # macOS names no hard limit, but has one
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    num_needed = LEAST + PER_PROCESS * (processes - 1)
+    num_needed = FIRST_PROCESS_FILES + MORE_PROCESS_FILES * (processes - 1)
     if limit != resource.RLIM_INFINITY and limit < num_needed:
         raise ConfigError.field(
             "the limit of open files (ulimit -n)",

@@ -36,6 +36,8 @@ class Scale:
     """New number of attention workers. None: unchanged."""
     prefill_workers: int | None = None
     """New number of prefill workers. None: unchanged."""
+    cancel: bool = False
+    """End the change that an earlier call began, and undo what it did."""
 
     def __post_init__(self) -> None:
         for flag, number, least in (

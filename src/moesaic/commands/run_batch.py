@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from moesaic.commands import descriptors, larger_than_memory, offload_report
-from moesaic.commands.starting import without_plan
+from moesaic.commands.starting import check_counts, without_plan
 from moesaic.commands.tracing import announce_routing, announce_trace
 from moesaic.config import ClusterConfig, LogLevel, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
@@ -41,6 +41,7 @@ def run(
     logs.set_up("run-batch", worker.log_level)
     worker_plan = None
     given_offload = offload
+    check_counts(worker, cluster)
     worker, offload = larger_than_memory.fit_to_memory(worker, cluster, offload)
     with announce_trace(worker.trace), announce_routing(record):
         if offload.fast_memory is None or cluster.resolve().expert_servers:

@@ -180,7 +180,8 @@ def _serve(
             return serve(app, engine, listener, limits=limits, **log_settings)
         except EngineDeadError as error:
             ending = launched_engine.describe_end()
-            raise EngineDeadError(f"{ending}, and the server with it ({error})") from error
+            cause = "" if ending in str(error) else f" ({error})"
+            raise EngineDeadError(f"{ending}, and the server with it{cause}") from error
 
 
 def _service(

@@ -1,5 +1,5 @@
 """What a command does before it starts the processes of a cluster: a plan for a model that does not fit into
-memory, expert servers on NUMA nodes, the limit of open files, and a warning of too many processes."""
+memory, expert servers on NUMA nodes, the limit of open files, and bounds of the numbers of processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection as PipeConnection
 
-from moesaic.cluster import numa
+from moesaic.cluster import numa, process_room
 from moesaic.commands import descriptors
 from moesaic.config import ClusterConfig, Device, OffloadConfig, WorkerConfig, parse_bytes
 from moesaic.core.errors import ConfigError, EngineDeadError, MoesaicError
+from moesaic.cost.reading import read
+from moesaic.models import files
 from moesaic.runtime import quick_fit
 from moesaic.runtime.machine import NVIDIA, cores
 from moesaic.trace.options import RecordConfig
@@ -69,8 +71,10 @@ def settle(
     """The settings with which the model fits into memory: see `larger_than_memory.settle`.
 
     A process of its own decides, since that needs torch, which would stay in this process's memory. Where the
-    sizes of the files tell that all fits, none is started.
+    sizes of the files tell that all fits, none is started. Raises ConfigError for more processes than this
+    host or the model can have.
     """
+    check_counts(worker, cluster)
     if offload.fast_memory is None and quick_fit.surely_fits(worker, cluster):
         return worker, offload
     # A forked process would have this one's signal handlers and open files.
@@ -117,6 +121,17 @@ def on_nodes(cluster: ClusterConfig, device: Device) -> ClusterConfig:
         advice = "--numa off computes them in one process"
         _say(f"an expert server on each of the NUMA nodes {names}; {advice}")
     return new_cluster
+
+
+def check_counts(worker: WorkerConfig, cluster: ClusterConfig) -> None:
+    """Raise ConfigError for numbers of processes that are out of bounds (`policy.fleet.bounds`)."""
+    try:
+        config = files.read_config(files.resolve(*worker.model.source))
+        raw = {key: value for key, value in config.items() if key != "quantization_config"}
+        num_experts = read(raw, worker.model.model).experts or None
+    except MoesaicError:
+        num_experts = None  # what is wrong with the model is told later
+    process_room.check_flags(cluster, num_experts)
 
 
 def warn_of_many(processes: int, cores: int) -> None:

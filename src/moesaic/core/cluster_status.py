@@ -51,6 +51,7 @@ class ProcessStatus:
     capacity: float = 0.0
     """Weight of an expert server's share of experts and load, relative to the other servers."""
     stats: ExpertServerStats = field(default_factory=ExpertServerStats)
+    """The state of an expert server now, and the counts of all processes of this member."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,8 @@ class ClusterStatus:
     """serving, recovering while processes are restarted, unavailable once that takes too long, or end."""
     outage: str = ""
     """Why requests are not computed now, in words for people. Empty while they are."""
+    past_servers: ExpertServerStats = field(default_factory=ExpertServerStats)
+    """The counts of expert servers that have left."""
 
 
 @dataclass(frozen=True)

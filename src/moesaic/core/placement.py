@@ -293,6 +293,15 @@ def _table(by_server: Mapping[int, Sequence[int]], num_experts: int) -> IntArray
     return table
 
 
+def count_copies(num_experts: int, redundant: int, min_replicas: int) -> int:
+    """Copies of experts that a layer has, if enough servers hold them.
+
+    >>> count_copies(24, redundant=4, min_replicas=1), count_copies(24, redundant=4, min_replicas=2)
+    (28, 48)
+    """
+    return max(num_experts + redundant, num_experts * min_replicas)
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """A short form of one or more numbers. Example: (0, 1, 2, 5, 7, 8) -> "0-2, 5, 7-8"."""
     runs = np.split(np.array(sorted(numbers)), np.flatnonzero(np.diff(sorted(numbers)) != 1) + 1)

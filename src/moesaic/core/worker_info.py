@@ -45,6 +45,8 @@ class WorkerInfo:
     log-probabilities and of sampling, as `kernels` does of everything else. Empty on a GPU."""
     speculation: str = ""
     """How many tokens are drafted, and from which acceptance that pays. Empty where none are drafted."""
+    least_rows: int = 0
+    """Rows in flight of which some part may run alone, at least. 0 where rows stay together."""
     routed_layers: tuple[int, ...] = ()
     """Layers with routed experts, if the experts of each token can be returned. Empty otherwise."""
 

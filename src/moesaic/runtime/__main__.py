@@ -41,7 +41,8 @@ def main() -> int:
     except ConnectionLost:
         return 0
     except ConfigError as error:
-        connection.send(messages.WorkerFailed(str(error), user_error=True))
+        with contextlib.suppress(ConnectionLost):
+            connection.send(messages.WorkerFailed(str(error), user_error=True))
         return 2
     except Exception as error:
         # Log first: the engine may close the connection after the message, and that ends this process.

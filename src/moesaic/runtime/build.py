@@ -154,6 +154,7 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         collectives=parts.collectives,
         torch_code=torch_code() if loaded_model.device.type == "cpu" else "",
         speculation=parts.speculation.describe(),
+        least_rows=parts.least_rows,
         routed_layers=() if parts.routes is None else parts.routes.layers,
     )
 

@@ -105,5 +105,7 @@ class WorkerParts:
     """Name of their collective layout, for display."""
     speculation: Speculation = field(default_factory=Speculation)
     """Drafts tokens for the scheduler."""
+    least_rows: int = 0
+    """Rows in flight of which some part may run alone, at least. 0: none ever does by its schedule."""
     predictor: Predictor | None = None
     """Drafts tokens with a layer of the model after each step. None: it has no such layer, or need not."""

@@ -152,6 +152,7 @@ def with_servers(
         observer=observer,
         expert_layout=layout,
         speculation=speculation,
+        least_rows=decisions.least_rows if config.scheduler.schedule == "async" else 0,
         predictor=_predictor(stages, remote, unpaced_runner if clients.runner is runner else clients.runner),
     )
 

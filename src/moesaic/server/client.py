@@ -133,6 +133,10 @@ class Client:
         """POST `body` as JSON and wait for the complete answer."""
         return await self._request("POST", path, body)
 
+    async def delete(self, path: str) -> Reply:
+        """DELETE `path` and wait for the complete answer."""
+        return await self._request("DELETE", path)
+
     async def models(self) -> list[dict[str, Any]]:
         """The served models. moesaic and vLLM add max_model_len to each."""
         body = (await self.get("/v1/models")).require_success()

@@ -15,10 +15,14 @@ from moesaic.core.cluster_status import (
     LinkStatus,
     PlacementSolve,
 )
+from moesaic.core.metrics import ResidencyStats
 from moesaic.server.service import Cluster
 
 MOST_EXPERTS = 2048
 """Maximum number of (layer, expert) pairs that get a series each. Larger models get one for each layer."""
+
+PAST_SERVERS = "past"
+"""Label of the counts of expert servers that have left, so that the sums over servers never decrease."""
 
 Series = Iterable[tuple[tuple[str, ...], float]]
 """(label values, number) of each time series."""
@@ -70,6 +74,8 @@ class ClusterCollector(Collector):
             for process in status.processes
             if process.role == "expert server"
         ]
+        if status.past_servers.residency != ResidencyStats():
+            servers.append((PAST_SERVERS, status.past_servers.residency))
         text = "Bytes of experts by the level that had them: read from slow, or in fast memory when chosen."
         levels: Series = [
             ((name, level), float(size))

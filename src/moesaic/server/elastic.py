@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 
 from fastapi import APIRouter, Depends
 
@@ -41,24 +42,38 @@ async def scale(body: ScaleRequest, service: Serving) -> ClusterStatus:
     """Change the number of expert servers, attention workers or prefill workers.
 
     The answer comes once the change is done. Requests are served meanwhile. If the change fails, the cluster
-    stays as it was. If the server shuts down before the change is done, the answer is a 503.
+    stays as it was. If the server shuts down before the change is done, the answer is a 503. A newer call
+    takes over, and this one is answered with a 409. A client that goes away changes nothing: see DELETE.
     """
     cluster = _cluster(service)
     numbers = body.expert_servers, body.attention_workers, body.prefill_workers
     if numbers == (None, None, None):
         raise Problem(400, "the body: expert_servers, attention_workers or prefill_workers is needed")
     service.engine.require_loaded()
-    change = asyncio.wrap_future(cluster.scale(*numbers))
+    await _wait_for(cluster.scale(*numbers), service)
+    return cluster.report()
+
+
+@router.delete(SCALE, responses=errors(401, 403, 404, 409, 503), dependencies=[Depends(bearer)])
+async def cancel_scaling(service: Serving) -> ClusterStatus:
+    """End the change of a scaling call that is under way. The answer comes once what it did is undone."""
+    cluster = _cluster(service)
+    service.engine.require_loaded()
+    await _wait_for(cluster.cancel_scaling(), service)
+    return cluster.report()
+
+
+async def _wait_for(change: Future[None], service: Service) -> None:
+    """Wait for the end of a change, or of the server: a change may take minutes. Raises Problem."""
+    waiter = asyncio.wrap_future(change)
     try:
-        # A change may take minutes. A server that shuts down meanwhile must not wait for it.
-        while not (await asyncio.wait([change], timeout=POLL_SECONDS))[0]:
+        while not (await asyncio.wait([waiter], timeout=POLL_SECONDS))[0]:
             service.engine.require_loaded()
-        change.result()
+        waiter.result()
     except ConfigError as error:
         raise Problem(400, str(error)) from error
     finally:
-        change.cancel()  # it ends only the waiting; the change itself goes on
-    return cluster.report()
+        waiter.cancel()  # it ends only the waiting; the change itself goes on
 
 
 @router.post(KILL, responses=errors(400, 401, 403, 404, 408, 409, 413, 503), dependencies=[Depends(bearer)])

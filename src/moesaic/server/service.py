@@ -86,7 +86,14 @@ class Cluster(Protocol):
     ) -> Future[None]:
         """Change the number of processes. The future ends once the change is done.
 
-        The future raises ConfigError or ScalingError if nothing was changed.
+        The future raises ConfigError or ScalingError if nothing was changed, or if a later call took over.
+        """
+        ...
+
+    def cancel_scaling(self) -> Future[None]:
+        """End the change of `scale` that is under way. The future ends once what it did is undone.
+
+        The future raises ScalingError if there is none.
         """
         ...
 

@@ -62,6 +62,23 @@ def test_some_part_runs_alone_if_any_does(decisions: Decisions) -> None:
         assert Decisions(given, 8, 2).any_part_runs_alone(Load(rows, rows)) == (rows == 8)
 
 
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        on_cpu(*MIXTRAL),
+        on_cpu(8, 2, 1e4, 1e7),
+        Decisions(PAPER.curves, 8, 2),
+        Decisions(replace(PAPER.curves, thresholds=Thresholds(separate_rows=7)), 8, 2),
+    ],
+)
+def test_no_part_of_fewer_rows_ever_runs_alone(decisions: Decisions) -> None:
+    def may_run(rows: int) -> bool:
+        return any(alone(decisions, part, rows, 1e9) for part in range(1, rows))
+
+    assert may_run(decisions.least_rows)
+    assert not any(may_run(rows) for rows in range(1, decisions.least_rows))
+
+
 def test_queues_of_experts_run_alone_where_that_costs_little() -> None:
     decisions = Decisions(PAPER.curves, 8, 2)
     assert decisions.has_expert_queues

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moesaic.core.errors import ConfigError
-from moesaic.core.placement import Placement
+from moesaic.core.placement import Placement, count_copies
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.packing import (
     EXACT,
@@ -83,7 +83,7 @@ def place(
     _check(load, layers, servers, redundant, min_replicas, previous)
     load, ids, experts = np.asarray(load, dtype=np.float64), sorted(servers), load.shape[1]
     capacity = np.array([servers[server] for server in ids], dtype=np.float64)
-    slots = min(max(experts + redundant, experts * min_replicas), experts * len(ids))
+    slots = min(count_copies(experts, redundant, min_replicas), experts * len(ids))
     old_copies = [copy_mask(previous, layer, ids, experts) for layer in layers]
     server_hosts = Hosts.from_names(ids, hosts)
     old_counts = np.array([copies.sum(axis=0) for copies in old_copies])

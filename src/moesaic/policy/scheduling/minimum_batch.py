@@ -241,6 +241,19 @@ class Decisions:
             return _first(self._halves) - 1
         return _first(lambda rows: rows > 1 and self.runs_alone(rows - 1, Load(rows, rows))) - 1
 
+    @property
+    def least_rows(self) -> int:
+        """Rows in flight of which some part may run alone, at least. MAX_THRESHOLD: there is no such number.
+
+        >>> Decisions(cpu_curves(1e6, 0.0), num_experts=24, top_k=4).least_rows > 16
+        True
+        """
+        if self.thresholds.separate_rows is not None:
+            return max(self.thresholds.separate_rows, 1) + 1
+        if not self.curves.shares_cores:
+            return 2  # any part does, where the device is idle for long enough
+        return _first(lambda rows: rows > 1 and self.runs_alone(rows - 1, Load(rows, rows)))
+
     def _halves(self, rows: int) -> bool:
         """Whether the servers' work allows that the half of a worker's rows run alone."""
         return rows > 1 and self.server_growth(rows // 2, rows) < MAX_IDLE_SHARE
