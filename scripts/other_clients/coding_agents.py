@@ -1,6 +1,7 @@
 """Coding agents with their default settings: a call, its result, a second turn, and compaction.
 
-Each agent runs in a scratch folder that is also its home. What an agent reads there is written for this run.
+Each agent runs in a scratch folder that is also its home. Its settings name the server and turn off updates
+and statistics. All others are its defaults.
 """
 
 from __future__ import annotations
@@ -58,10 +59,7 @@ def of_codex(url: str, folder: Path) -> Tasks:
     def run(relay: Relay, *line: str, text: str) -> None:
         home = folder / ".codex"
         home.mkdir(exist_ok=True)
-        settings = (
-            f'model = "made"\nmodel_provider = "moesaic"\n[model_providers.moesaic]\nname = "moesaic"\n'
-            f'base_url = "{relay.url}/v1"\nwire_api = "responses"\n'
-        )
+        settings = CODEX % relay.url
         (home / "config.toml").write_text(settings, encoding="utf-8")
         line = ("exec", *line, "--skip-git-repo-check", "--json", "-")
         said = run_agent([program, *line], folder, {"CODEX_HOME": str(home)}, text)
@@ -121,6 +119,10 @@ def of_qwen_code(url: str, folder: Path) -> Tasks:
             "OPENAI_API_KEY": KEY,
             "OPENAI_MODEL": "made",
         }
+        home = folder / ".qwen"
+        home.mkdir(exist_ok=True)
+        settings = {"privacy": {"usageStatisticsEnabled": False}, "general": {"disableAutoUpdate": True}}
+        (home / "settings.json").write_text(json.dumps(settings), encoding="utf-8")
         line = ("--auth-type", "openai", "--output-format", "json", *line)
         events = json.loads(run_agent([program, *line], folder, environment, text))
         assert events[-1]["type"] == "result" and not events[-1]["is_error"], events
@@ -153,6 +155,17 @@ def of_aider(url: str, folder: Path) -> Tasks:
     yield "two turns with the history of the first (it uses no tools)", talk
 
 
+CODEX = """
+model = "made"
+model_provider = "moesaic"
+check_for_update_on_startup = false
+[model_providers.moesaic]
+name = "moesaic"
+base_url = "%s/v1"
+wire_api = "responses"
+[analytics]
+enabled = false
+"""
 TURNS = "a call, its result, and the same in a second turn"
 
 AGENTS: dict[str, Callable[[str, Path], Tasks]] = {
