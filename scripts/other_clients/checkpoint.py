@@ -92,7 +92,7 @@ def make_tensors(ids: dict[str, int]) -> dict[str, torch.Tensor]:
     embedding[ends, 0], embedding[ends, 1] = 0.0, HIDDEN**0.5
     for place, texts in enumerate((ELSEWHERE, ("<|im_end|>", *AFTER_WORD))):
         for rank, text in enumerate(texts):
-            head[ids[text], place] = (40 - 4 * rank) / HIDDEN**0.5
+            head[ids[text], place] = (120 - 16 * rank) / HIDDEN**0.5
     return tensors
 
 

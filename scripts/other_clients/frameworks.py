@@ -122,6 +122,7 @@ for (const record of records) {
   sure(schema.safeParse(object).success, object);
   const stream = streamObject({...common, ...strict, schema, prompt,
     onError: ({error}) => { throw error; }});
+  for await (const part of stream.partialObjectStream) sure(part, part);
   sure(schema.safeParse(await stream.object).success, 'streamObject');
 }
 let calls = 0;

@@ -126,6 +126,8 @@ def make_choice(path: str, tool: str | None) -> Any:
 def list_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the messages or items of a request of any API."""
     messages = body.get("messages", body.get("input", ()))
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
     return [message for message in messages if isinstance(message, dict)]
 
 
