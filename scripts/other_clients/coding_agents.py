@@ -37,7 +37,7 @@ def of_claude_code(url: str, folder: Path) -> Tasks:
         assert not answer["is_error"] and answer["result"], said
 
     def call() -> None:
-        with Relay(url, tool="Glob") as relay:
+        with Relay(url, tool="Bash") as relay:
             run(relay, text=f"{CALL}.")
             run(relay, "--continue", text=f"{CALL} once more.")
             relay.check_calls(2)
@@ -45,11 +45,14 @@ def of_claude_code(url: str, folder: Path) -> Tasks:
     def compact() -> None:
         with Relay(url) as relay:
             run(relay, "--continue", text=make_digits(150_000))
+            run(relay, "--continue", text=make_digits(100_000))
             run(relay, "--continue", text="Go on.")
-            check_compaction(relay)
+        check_compaction(relay)
+        assert [exchange.status for exchange in relay.refused] == [400]
+        assert "prompt is too long" in relay.refused[0].answer, relay.refused
 
     yield TURNS, call
-    yield "a conversation longer than its own limit: compacted, and it goes on", compact
+    yield "a prompt longer than the context: refused once, compacted, and it goes on", compact
 
 
 def of_codex(url: str, folder: Path) -> Tasks:
@@ -74,12 +77,24 @@ def of_codex(url: str, folder: Path) -> Tasks:
 
     def compact() -> None:
         with Relay(url) as relay:
-            run(relay, "resume", "--last", text=make_digits(225_000))
+            run(relay, "resume", "--last", text=make_digits(235_000))
             run(relay, "resume", "--last", text="Go on.")
-            check_compaction(relay)
+        check_compaction(relay)
+        assert not relay.refused, relay.refused
+
+    def overflow() -> None:
+        with Relay(url) as relay:
+            said = ""
+            try:
+                run(relay, "resume", "--last", text=make_digits(200_000))
+            except AssertionError as error:
+                said = str(error)
+        assert "ran out of room in the model" in said, said
+        assert [exchange.status for exchange in relay.exchanges] == [400], relay.exchanges
 
     yield TURNS, call
     yield "a conversation longer than its own limit: compacted, and it goes on", compact
+    yield "a prompt longer than the context: it says so, since it compacts only by its own limit", overflow
 
 
 def of_opencode(url: str, folder: Path) -> Tasks:
@@ -178,11 +193,10 @@ AGENTS: dict[str, Callable[[str, Path], Tasks]] = {
 
 
 def check_compaction(relay: Relay) -> None:
-    """Raises AssertionError unless the last prompt is far shorter than the longest, and none was refused."""
+    """Raises AssertionError unless the last prompt is far shorter than the longest."""
     sizes = [len(json.dumps(list_messages(exchange.body))) for exchange in relay.exchanges]
     last = [find_last_text(exchange.body)[:200] for exchange in relay.exchanges]
-    assert sizes[-1] < max(sizes) / 2, (sizes, last)
-    assert not relay.refused, [(exchange.path, exchange.answer) for exchange in relay.refused]
+    assert sizes[-1] < 2 * max(sizes) / 3, (sizes, last)
 
 
 def make_digits(count: int) -> str:
