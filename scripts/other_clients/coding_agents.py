@@ -12,6 +12,7 @@ import random
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from scripts.other_clients.programs import find_program
 from scripts.other_clients.relay import CALL, Relay, find_last_text, list_messages
@@ -41,6 +42,7 @@ def of_claude_code(url: str, folder: Path) -> Tasks:
             run(relay, text=f"{CALL}.")
             run(relay, "--continue", text=f"{CALL} once more.")
             relay.check_calls(2)
+            relay.force_each_tool()
 
     def compact() -> None:
         with Relay(url) as relay:
@@ -74,6 +76,7 @@ def of_codex(url: str, folder: Path) -> Tasks:
             run(relay, text=f"{CALL}.")
             run(relay, "resume", "--last", text=f"{CALL} once more.")
             relay.check_calls(2)
+            relay.force_each_tool()
 
     def compact() -> None:
         with Relay(url) as relay:
@@ -82,17 +85,23 @@ def of_codex(url: str, folder: Path) -> Tasks:
         check_compaction(relay)
         assert not relay.refused, relay.refused
 
+    def call_in_namespace() -> None:
+        with Relay(url, tool="multi_agent_v1__close_agent") as relay:
+            run(relay, text=f"{CALL}.")
+            relay.check_calls(1)
+        results = [
+            item for item in relay.exchanges[-1].body["input"] if item["type"] == "function_call_output"
+        ]
+        assert results and "unsupported" not in results[0]["output"], results
+
     def overflow() -> None:
         with Relay(url) as relay:
-            said = ""
-            try:
-                run(relay, "resume", "--last", text=make_digits(200_000))
-            except AssertionError as error:
-                said = str(error)
+            said = expect_failure(run, relay, "resume", "--last", text=make_digits(200_000))
         assert "ran out of room in the model" in said, said
         assert [exchange.status for exchange in relay.exchanges] == [400], relay.exchanges
 
     yield TURNS, call
+    yield "a call of a tool in a namespace, and its result", call_in_namespace
     yield "a conversation longer than its own limit: compacted, and it goes on", compact
     yield "a prompt longer than the context: it says so, since it compacts only by its own limit", overflow
 
@@ -120,8 +129,20 @@ def of_opencode(url: str, folder: Path) -> Tasks:
             run(relay, text=f"{CALL}.")
             run(relay, "--continue", text=f"{CALL} once more.")
             relay.check_calls(2)
+            relay.force_each_tool()
+
+    def compact() -> None:
+        with Relay(url) as relay:
+            run(relay, "--continue", text=make_digits(230_000))
+            said = expect_failure(run, relay, "--continue", text=make_digits(30_000))
+            run(relay, "--continue", text="Go on.")
+        assert "ContextOverflowError" in said and '"text":"ls"' in said, said
+        check_compaction(relay)
+        assert relay.refused
+        assert all("context_length_exceeded" in exchange.answer for exchange in relay.refused), relay.refused
 
     yield TURNS, call
+    yield "a prompt longer than the context: refused once, compacted, and it goes on", compact
 
 
 def of_qwen_code(url: str, folder: Path) -> Tasks:
@@ -147,8 +168,17 @@ def of_qwen_code(url: str, folder: Path) -> Tasks:
             run(relay, text=f"{CALL}.")
             run(relay, "--continue", text=f"{CALL} once more.")
             relay.check_calls(2)
+            relay.force_each_tool()
+
+    def compact() -> None:
+        with Relay(url) as relay:
+            run(relay, "--continue", text=make_digits(230_000))
+            run(relay, "--continue", text="Go on.")
+        check_compaction(relay)
+        assert not relay.refused, relay.refused
 
     yield TURNS, call
+    yield "a conversation longer than its own limit: compacted, and it goes on", compact
 
 
 def of_aider(url: str, folder: Path) -> Tasks:
@@ -181,7 +211,7 @@ wire_api = "responses"
 [analytics]
 enabled = false
 """
-TURNS = "a call, its result, and the same in a second turn"
+TURNS = "a call, its result, and the same in a second turn; then each of its tools, forced by name"
 
 AGENTS: dict[str, Callable[[str, Path], Tasks]] = {
     "claude-code": of_claude_code,
@@ -197,6 +227,15 @@ def check_compaction(relay: Relay) -> None:
     sizes = [len(json.dumps(list_messages(exchange.body))) for exchange in relay.exchanges]
     last = [find_last_text(exchange.body)[:200] for exchange in relay.exchanges]
     assert sizes[-1] < 2 * max(sizes) / 3, (sizes, last)
+
+
+def expect_failure(run: Callable[..., None], *line: Any, text: str) -> str:
+    """Returns what an agent said that failed. Raises AssertionError if it did not fail."""
+    try:
+        run(*line, text=text)
+    except AssertionError as error:
+        return str(error)
+    raise AssertionError(f"the agent did not fail: {line[1:]}")
 
 
 def make_digits(count: int) -> str:

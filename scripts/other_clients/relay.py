@@ -66,6 +66,23 @@ class Relay(http.server.ThreadingHTTPServer):
         assert len(forced) >= count and results >= count, (len(forced), results, summary)
         assert not self.refused, [(exchange.path, exchange.answer) for exchange in self.refused]
 
+    def force_each_tool(self) -> None:
+        """Repeats the first forced request for a call of any tool, then of each tool by its name.
+
+        Raises AssertionError where the server refuses one.
+        """
+        sent = next(exchange for exchange in self.exchanges if exchange.is_forced)
+        for name in (None, *list_functions(sent.body)):
+            body = {key: value for key, value in sent.body.items() if key != "stream_options"}
+            body |= {"tool_choice": make_choice(sent.path, name), "stream": False}
+            connection = http.client.HTTPConnection(self.target)
+            headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01"}
+            connection.request("POST", sent.path, json.dumps(body), headers)
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            connection.close()
+            assert answer.status == 200 and (name or "") in text, (name, answer.status, text)
+
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: Relay
@@ -121,6 +138,17 @@ def make_choice(path: str, tool: str | None) -> Any:
     if path.endswith("/responses"):
         return {"type": "function", "name": tool}
     return {"type": "function", "function": {"name": tool}}
+
+
+def list_functions(body: dict[str, Any]) -> list[str]:
+    """Returns the names of the functions of a request of any API, those of namespaces joined to theirs."""
+    names = []
+    for tool in body["tools"]:
+        if tool.get("type") == "namespace":
+            names += [f"{tool['name']}__{function['name']}" for function in tool["tools"]]
+        elif tool.get("type", "function") in ("function", "custom"):
+            names.append(tool.get("function", tool)["name"])
+    return names
 
 
 def list_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
