@@ -2,7 +2,8 @@
 # make demo    serve the checkpoint inside the package and stream an answer from it
 # make check   before a commit: format, lint, types, architecture, fast tests; about two minutes
 # make test    every test but those marked full: of each matrix of settings a cover of all pairs; about 20 minutes
-# make full    the tests marked full, properties on random examples, `make fuzz`, then `make soak`; hours
+# make full    the tests marked full, properties on random examples, `make fuzz`, `make clients`, then `make soak`; hours
+# make clients other people's clients and coding agents, from PyPI and npm into ~/.cache/moesaic/clients, against a server; needs node
 # make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
 # make soak    200 rounds of real clusters whose processes are killed and frozen, then a server under attack
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
@@ -13,7 +14,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.setup-done
 
-.PHONY: setup demo lint check test full fuzz soak wheel gpu sanitize
+.PHONY: setup demo lint check test full fuzz clients soak wheel gpu sanitize
 unexport PYTHONDONTWRITEBYTECODE  # tests that start processes would compile everything each time
 
 setup: $(STAMP)
@@ -42,10 +43,14 @@ full: $(STAMP)
 	$(BIN)/pytest -m hypothesis --hypothesis-profile=random
 	$(BIN)/pytest --hypothesis-profile=random $$(find tests -name 'test_*_machine.py')
 	$(MAKE) fuzz
+	$(MAKE) clients
 	$(MAKE) soak
 
 fuzz: $(STAMP)
 	$(BIN)/python -m scripts.fuzz_api --calls 100000 $(FUZZ)
+
+clients: $(STAMP)
+	PYTHON="$(PYTHON)" scripts/try_clients
 
 soak: $(STAMP)
 	$(BIN)/python -m scripts.soak $(SOAK)

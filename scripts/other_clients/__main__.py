@@ -1,17 +1,15 @@
 """Tries other people's clients against a real server: tools, structured output, streams, token counts.
 
-    python -m venv clients
-    clients/bin/pip install openai anthropic litellm langchain-openai llm openai-agents
-    clients/bin/pip install "lm-eval[api]" guidellm playwright
-    npm install openai @anthropic-ai/sdk
-    clients/bin/python -m scripts.other_clients .venv/bin/moesaic
+    scripts/try_clients    installs current versions of them all, and tries each; `make clients`
+    python -m scripts.other_clients .venv/bin/moesaic --only codex,aider
 
-Programs may stand in environments of their own: they are looked for beside this Python and in PATH. node
+Programs are looked for beside this Python, in `node_modules` of the working directory, and in PATH. node
 finds its packages in the working directory. A browser is `chromium` in PATH.
 
-Serves the demo with a chat template that takes tools. Its answers are nonsense of the right form: grammars
-force the calls. Prints a line for each thing that a client did. Exits 1 if one of them failed. A client that
-is not installed is left out.
+Libraries and load generators ask the demo, with a chat template that takes tools. Its answers are nonsense of
+the right form: grammars force the calls. Frameworks and coding agents ask a made checkpoint of a long context
+(`checkpoint.py`), agents through a relay that forces calls (`relay.py`). Prints a line for each thing that a
+client did. Exits 1 if one of them failed. A client that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -22,10 +20,13 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
-from scripts.other_clients import libraries, programs
+from scripts.other_clients import coding_agents, frameworks, libraries, programs
+
+Client = Callable[[str], Iterator[tuple[str, Callable[[], object]]]]
 
 TEMPLATE = """{% if tools %}<|im_start|>system
 Tools: {% for t in tools %}{{ t | tojson }}{% endfor %}
@@ -49,32 +50,58 @@ CLIENTS = {
     "node": programs.of_node,
     "chromium": programs.of_browser,
 }
+"""Clients of the demo."""
+FRAMEWORKS = {
+    "pydantic-ai": frameworks.of_pydantic_ai,
+    "instructor": frameworks.of_instructor,
+    "ai-sdk": frameworks.of_ai_sdk,
+}
+"""Clients of the made checkpoint, as the coding agents are."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("moesaic", help="the program")
+    parser.add_argument("moesaic", type=Path, help="the program")
+    parser.add_argument("--only", default="", help="names of clients, with commas between them")
     options = parser.parse_args()
-    failed = 0
-    with tempfile.TemporaryDirectory() as folder:
-        template = Path(folder) / "tools.jinja"
+    names = [*CLIENTS, *FRAMEWORKS, *coding_agents.AGENTS]
+    chosen = options.only.split(",") if options.only else names
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"--only {options.only}: {unknown[0]} is none of {', '.join(names)}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        template, made = folder / "tools.jinja", folder / "made"
         template.write_text(TEMPLATE, encoding="utf-8")
-        line = [options.moesaic, "serve", "demo", "--port", "0", "--json", "--chat-template", str(template)]
-        line += ["--enable-tokenizer-info-endpoint", "--allowed-origins", "*"]
-        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout is not None
-            url = json.loads(server.stdout.readline())["url"]
-            try:
-                for name, client in CLIENTS.items():
-                    failed += _tried(name, client, url)
-            finally:
-                server.terminate()
+        demo = ["demo", "--chat-template", str(template), "--enable-tokenizer-info-endpoint"]
+        failed = try_clients(options.moesaic, [*demo, "--allowed-origins", "*"], CLIENTS, chosen)
+        made.mkdir()
+        python = options.moesaic.parent / "python"
+        subprocess.run([python, "-m", "scripts.other_clients.checkpoint", str(made)], check=True)
+        agents = {name: partial(agent, folder=folder / name) for name, agent in coding_agents.AGENTS.items()}
+        served = [str(made), "--served-model-name", "made"]
+        failed += try_clients(options.moesaic, served, FRAMEWORKS | agents, chosen)
     return 1 if failed else 0
 
 
-def _tried(name: str, client: Callable[[str], Iterator[tuple[str, Callable[[], object]]]], url: str) -> int:
+def try_clients(
+    moesaic: Path, arguments: list[str], clients: Mapping[str, Client], chosen: Collection[str]
+) -> int:
+    """Returns how many things failed that the chosen clients did with a server of these arguments."""
+    if not any(name in chosen for name in clients):
+        return 0
+    line = [str(moesaic), "serve", *arguments, "--port", "0", "--json"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        try:
+            return sum(_tried(name, client, url) for name, client in clients.items() if name in chosen)
+        finally:
+            server.terminate()
+
+
+def _tried(name: str, client: Client, url: str) -> int:
     """How many things of a client failed."""
     failed = 0
     try:

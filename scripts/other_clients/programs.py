@@ -19,7 +19,7 @@ from scripts.other_clients.libraries import ASK, CITY
 
 
 def of_lm_eval(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    program = _program("lm_eval")
+    program = find_program("lm_eval")
 
     def run(kind: str, path: str, tasks: str, *more: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def of_lm_eval(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
             arguments = f"model=demo,base_url={url}{path},num_concurrent=2,max_retries=1"
             line = ["--model", kind, "--model_args", ",".join([arguments, *more]), "--tasks", tasks]
             chat = ["--apply_chat_template"] if "chat" in kind else []
-            said = _ran([program, *line, *chat, "--include_path", folder])
+            said = run_program([program, *line, *chat, "--include_path", folder])
             assert all(f"|{name}" in said.replace(" ", "") for name in tasks.split(",")), said
 
     yield (
@@ -65,7 +65,7 @@ LM_EVAL_TASKS = {
 
 
 def of_guidellm(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    program = _program("guidellm")
+    program = find_program("guidellm")
 
     def run(path: str) -> None:
         backend = f"kind=openai_http,target={url},model=demo,request_format={path}"
@@ -73,7 +73,7 @@ def of_guidellm(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
         tokenizer = f"kind=hf_auto,model={Path(__file__).parents[2] / 'src/moesaic/demo'}"
         line = ["--backend", backend, "--tokenizer", tokenizer, "--data", data, "--output", "kind=console"]
         load = ["--profile", "kind=concurrent,streams=[2]", "--constraint", "kind=max_requests,count=6"]
-        said = _ran([program, "run", *line, *load, "--disable-console-interactive"])
+        said = run_program([program, "run", *line, *load, "--disable-console-interactive"])
         assert "Benchmarking complete" in said, said
 
     for path in ("/v1/completions", "/v1/chat/completions"):
@@ -81,7 +81,7 @@ def of_guidellm(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def of_node(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    node = _program("node")
+    node = find_program("node")
     if not Path("node_modules/openai").is_dir():
         raise ImportError("npm install openai @anthropic-ai/sdk")
 
@@ -89,7 +89,7 @@ def of_node(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
         with tempfile.NamedTemporaryFile("w", suffix=".mjs", dir=".", encoding="utf-8") as file:
             file.write(NODE % {"url": json.dumps(url), "city": json.dumps(CITY)})
             file.flush()
-            _ran([node, file.name])
+            run_program([node, file.name])
 
     yield "openai and @anthropic-ai/sdk: calls, streams, runTools, responses with log-probabilities", run
 
@@ -129,7 +129,7 @@ sure((await messagesClient.messages.countTokens({model, messages})).input_tokens
 def of_browser(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
     from playwright.sync_api import sync_playwright
 
-    program = _program("chromium")
+    program = find_program("chromium")
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -169,15 +169,16 @@ FETCH = """async ([url, body]) => {
 }"""
 
 
-def _program(name: str) -> str:
+def find_program(name: str) -> str:
     """The path of a program. Raises ImportError if it is not installed."""
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    folders = [str(Path(sys.executable).parent), str(Path("node_modules/.bin").resolve()), os.environ["PATH"]]
+    found = shutil.which(name, path=os.pathsep.join(folders))
     if found is None:
         raise ImportError(f"no program {name}")
     return found
 
 
-def _ran(line: list[str]) -> str:
+def run_program(line: list[str]) -> str:
     """What a program printed. Raises AssertionError if it failed."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
     done = subprocess.run(
