@@ -2,8 +2,8 @@
 
     python training/measure_smollm2.py CHECKPOINT REFERENCE [--prompts FILE.jsonl ...]
 
-Greedy tokens have to be equal up to the first place where the two best logits of the reference are nearer than
-MARGIN. Perplexities of held-out text are printed. The exit code is 1 where a token differs.
+Greedy tokens have to be equal up to the first place where the two best logits of the reference are nearer
+than MARGIN. Perplexities of held-out text are printed. The exit code is 1 where a token differs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import smollm2_texts as texts
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import smollm2_texts as texts
 from moesaic import LLM, SamplingParams
 
 MARGIN = 1e-4
@@ -96,7 +96,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("reference", type=Path)
-    parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="JSONL files; default: own questions")
+    parser.add_argument(
+        "--prompts", type=Path, nargs="*", default=[], help="JSONL files; default: own questions"
+    )
     parser.add_argument("--count", type=int, default=24, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--perplexity-tokens", type=int, default=8192)

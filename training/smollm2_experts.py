@@ -29,6 +29,11 @@ class Shape:
     top_k: int = 10
 
     @property
+    def neurons(self) -> int:
+        """The neurons of a layer."""
+        return (self.shared + self.experts) * self.width
+
+    @property
     def active_share(self) -> float:
         """The share of a layer's neurons that a token uses."""
         return (self.shared + self.top_k) / (self.shared + self.experts)
@@ -55,7 +60,7 @@ class Routing:
         return self.codes.float() * self.scales[:, None]
 
     def choose(self, inputs: Tensor, top_k: int) -> Tensor:
-        """The weights of all experts for each token, [tokens, experts + 1]. The last is that of shared ones."""
+        """The weights of all experts for each token, [tokens, experts + 1]. The last is the shared expert's."""
         scores = (inputs @ self.gate.T).sigmoid()
         chosen = (scores + self.bias).topk(top_k, dim=1).indices
         weights = torch.zeros_like(scores).scatter(1, chosen, SCALE * scores.gather(1, chosen))
@@ -78,11 +83,11 @@ def encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def read(file: Path = FILE) -> tuple[Shape, list[Routing]]:
+def read(file: Path) -> tuple[Shape, list[Routing]]:
     """Reads the file: its shape, and each layer."""
     with safe_open(file, "pt") as stored:
         shape = Shape(**json.loads(stored.metadata()["shape"]))
-        columns = {name: stored.get_tensor(name) for name in stored.keys()}
+        columns = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
     layers = [
         Routing(
             columns["experts"][layer].long(),
@@ -96,9 +101,10 @@ def read(file: Path = FILE) -> tuple[Shape, list[Routing]]:
     return shape, layers
 
 
-def config(shape: Shape, top_k: int) -> dict[str, Any]:
-    """The keys of config.json that are not those of the dense model."""
-    return {
+def make_config(dense: dict[str, Any], shape: Shape) -> dict[str, Any]:
+    """The contents of config.json, from those of the dense model."""
+    angles = dense["rope_parameters"] | {"partial_rotary_factor": 1.0}
+    return dense | {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "attention_bias": False,
@@ -108,8 +114,9 @@ def config(shape: Shape, top_k: int) -> dict[str, Any]:
         "n_routed_experts": shape.experts,
         "n_shared_experts": shape.shared,
         "norm_topk_prob": False,
-        "num_experts_per_tok": top_k,
+        "num_experts_per_tok": shape.top_k,
         "num_nextn_predict_layers": 0,
+        "rope_parameters": angles,
         "routed_scaling_factor": SCALE,
         "topk_group": 1,
         "use_qk_norm": False,

