@@ -60,7 +60,7 @@ class Routing:
         return self.codes.float() * self.scales[:, None]
 
     def choose(self, inputs: Tensor, top_k: int) -> Tensor:
-        """The weights of all experts for each token, [tokens, experts + 1]. The last is the shared expert's."""
+        """The weights of all experts for each token, [tokens, experts + 1]; the last is for shared ones."""
         scores = (inputs @ self.gate.T).sigmoid()
         chosen = (scores + self.bias).topk(top_k, dim=1).indices
         weights = torch.zeros_like(scores).scatter(1, chosen, SCALE * scores.gather(1, chosen))
