@@ -91,48 +91,66 @@ def encode(llm: LLM, text: str, is_chat: bool) -> list[int]:
     return llm.tokenizer.encode(text)
 
 
-def main() -> int:
-    """Runs the command."""
+def compare_tokens(
+    llm: LLM, reference: PreTrainedModel, rows: list[tuple[str, bool]], new_tokens: int
+) -> list[Agreement]:
+    """Lets both answer prompts, each with whether it is a question for a chat."""
+    prompts = [encode(llm, text, is_chat) for text, is_chat in rows]
+    params = SamplingParams(temperature=0.0, max_tokens=new_tokens)
+    completions = llm.generate(prompts, params)
+    return [
+        compare_answer(reference, prompt, completion.outputs[0].token_ids)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def show_agreement(name: str, agreements: list[Agreement]) -> None:
+    """Prints how many tokens are equal."""
+    equal = sum(agreement.num_equal for agreement in agreements)
+    ties = sum(agreement.has_near_tie for agreement in agreements)
+    different = sum(agreement.is_different for agreement in agreements)
+    print(
+        f"{name}: {len(agreements)} answers, {equal} tokens equal, {ties} answers up to a near tie, "
+        f"{different} with another token",
+        flush=True,
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("reference", type=Path)
-    parser.add_argument(
-        "--prompts", type=Path, nargs="*", default=[], help="JSONL files; default: own questions"
-    )
+    parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="default: questions of its own")
     parser.add_argument("--count", type=int, default=24, help="prompts of each file")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--perplexity-tokens", type=int, default=8192)
     parser.add_argument("--piece", type=int, default=512, help="tokens of a piece of text")
     parser.add_argument("--dtype", default="float32", help="moesaic's; the reference has float32")
     parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs the command."""
+    options = parse_arguments()
     torch.set_num_threads(options.threads)
     llm = LLM(str(options.checkpoint), dtype=options.dtype, threads=options.threads)
     reference = AutoModelForCausalLM.from_pretrained(options.reference, dtype=torch.float32)
-    named = [(file.name, list(texts.read_prompts(file))) for file in options.prompts] or [
-        ("own questions", [(question, True) for question in texts.split(texts.questions())[1]])
-    ]
+    prompts = {file.name: list(texts.read_prompts(file)) for file in options.prompts}
+    questions = [(question, True) for question in texts.split(texts.questions())[1]]
     is_different = False
-    params = SamplingParams(temperature=0.0, max_tokens=options.new_tokens)
-    for name, rows in named:
-        prompts = [encode(llm, text, is_chat) for text, is_chat in rows[: options.count]]
-        answers = [completion.outputs[0].token_ids for completion in llm.generate(prompts, params)]
-        found = [compare_answer(reference, *pair) for pair in zip(prompts, answers, strict=True)]
-        equal, total = sum(each.num_equal for each in found), sum(map(len, answers))
-        ties, others = sum(each.has_near_tie for each in found), sum(each.is_different for each in found)
-        is_different = is_different or others > 0
-        print(
-            f"{name}: {len(found)} answers, {equal} of {total} tokens compared and equal, "
-            f"{ties} answers with a near tie, {others} with another token",
-            flush=True,
-        )
+    for name, rows in (prompts or {"own questions": questions}).items():
+        agreements = compare_tokens(llm, reference, rows[: options.count], options.new_tokens)
+        is_different = is_different or any(agreement.is_different for agreement in agreements)
+        show_agreement(name, agreements)
     for name, documents in (("prose", texts.prose()), ("code", texts.code())):
         pieces = cut(llm, texts.split(documents)[1], options.piece, options.perplexity_tokens // 2)
-        own, other = own_loss(llm, pieces), reference_loss(reference, pieces)
+        own, theirs = own_loss(llm, pieces), reference_loss(reference, pieces)
         tokens = sum(len(piece) - 1 for piece in pieces)
         print(
-            f"{name}: {tokens} tokens, perplexity {math.exp(own):.5f}, reference {math.exp(other):.5f}, "
-            f"relative difference {math.exp(own - other) - 1:.1e}",
+            f"{name}: {tokens} tokens, perplexity {math.exp(own):.5f}, reference {math.exp(theirs):.5f}, "
+            f"relative difference {math.exp(own - theirs) - 1:.1e}",
             flush=True,
         )
     return int(is_different)
