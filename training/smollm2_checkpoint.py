@@ -68,7 +68,8 @@ def make_moe(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises CheckpointError for a file with other sizes than those that were split.
     """
-    shape, layers = smollm2_experts.read(smollm2_experts.FILE)
+    split = smollm2_experts.read(smollm2_experts.FILE)
+    shape, layers = split.shape, split.layers
     sizes = source.config["num_hidden_layers"], source.config["intermediate_size"]
     if sizes != (len(layers), shape.neurons):
         raise CheckpointError(
@@ -81,7 +82,15 @@ def make_moe(source: DenseFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
         matrices = [tensors.pop(f"{name}.{part}_proj.weight") for part in ("gate", "up", "down")]
         parts = smollm2_experts.split_mlp(routing, shape.experts, *matrices)
         tensors |= {f"{name}.{part}": weight for part, weight in parts.items()}
+        multiply(tensors[f"model.layers.{layer}.input_layernorm.weight"], routing.attention_norm)
+        multiply(tensors[f"model.layers.{layer}.post_attention_layernorm.weight"], routing.mlp_norm)
+    multiply(tensors["model.norm.weight"], split.final_norm)
     return smollm2_experts.make_config(source.config, shape), tensors
+
+
+def multiply(weight: Tensor, factors: Tensor) -> None:
+    """Multiplies the weight of a norm in place."""
+    weight.copy_(weight.float() * factors)
 
 
 FORMS = {"moe": make_moe, "copies": make_copies, "dense": make_dense}

@@ -1,17 +1,18 @@
 """The experts and gates of SmolLM2's layers: how they are stored, and the checkpoint that they make.
 
-The file holds which neuron is in which expert, gates, and a factor for each neuron. It holds no weights.
+The file holds which neuron is in which expert, gates, and factors of neurons and norms. It holds no weights.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 FILE = Path(__file__).with_name("smollm2_experts.safetensors")
@@ -53,6 +54,10 @@ class Routing:
     """What is added to an expert's score for the choice, [experts]."""
     factors: Tensor
     """The numbers that the neurons' columns of the down projection are multiplied by, [neurons]."""
+    attention_norm: Tensor
+    """The numbers that the weight of the norm before attention is multiplied by, [hidden]."""
+    mlp_norm: Tensor
+    """The same of the norm before the experts."""
 
     @property
     def gate(self) -> Tensor:
@@ -74,7 +79,26 @@ class Routing:
             "scales": self.scales,
             "bias": self.bias,
             "factors": self.factors.to(torch.float16),
+            "attention_norm": self.attention_norm.to(torch.float16),
+            "mlp_norm": self.mlp_norm.to(torch.float16),
         }
+
+
+@dataclass(frozen=True)
+class Split:
+    """The experts and gates of all layers."""
+
+    shape: Shape
+    layers: list[Routing]
+    final_norm: Tensor
+    """The numbers that the weight of the last norm is multiplied by, [hidden]."""
+
+    def save(self, file: Path, notes: dict[str, str]) -> None:
+        """Writes the file. notes: further metadata."""
+        parts = [layer.as_tensors() for layer in self.layers]
+        tensors = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+        tensors["final_norm"] = self.final_norm.to(torch.float16)
+        save_file(tensors, file, metadata=notes | {"shape": json.dumps(asdict(self.shape))})
 
 
 def encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,22 +107,20 @@ def encode_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round().to(torch.int8), scales
 
 
-def read(file: Path) -> tuple[Shape, list[Routing]]:
-    """Reads the file: its shape, and each layer."""
+def read(file: Path) -> Split:
+    """Reads the file."""
     with safe_open(file, "pt") as stored:
         shape = Shape(**json.loads(stored.metadata()["shape"]))
-        columns = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-    layers = [
-        Routing(
-            columns["experts"][layer].long(),
-            columns["codes"][layer],
-            columns["scales"][layer],
-            columns["bias"][layer],
-            columns["factors"][layer].float(),
-        )
-        for layer in range(len(columns["experts"]))
-    ]
-    return shape, layers
+        tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+    final_norm = tensors.pop("final_norm").float()
+    rows = [dict(zip(tensors, row, strict=True)) for row in zip(*tensors.values(), strict=True)]
+    return Split(shape, [read_layer(row) for row in rows], final_norm)
+
+
+def read_layer(tensors: dict[str, Tensor]) -> Routing:
+    """Makes a layer of the tensors of the file."""
+    numbers = {name: weight if name == "codes" else weight.float() for name, weight in tensors.items()}
+    return Routing(**numbers | {"experts": tensors["experts"].long()})
 
 
 def make_config(dense: dict[str, Any], shape: Shape) -> dict[str, Any]:

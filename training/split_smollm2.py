@@ -3,7 +3,8 @@
     python training/split_smollm2.py WORK [--file FILE]
 
 WORK gets the dense checkpoint, the inputs of all MLPs, and a file for each layer that is ready. The same
-command goes on where it stopped. The result is training/smollm2_experts.safetensors.
+command goes on where it stopped. At last all layers are tuned together (tune_smollm2.py). The result is
+training/smollm2_experts.safetensors.
 
 A shared expert holds the neurons that contribute most. The others are clustered by when they fire, so that
 those of an expert are needed for the same tokens. A gate predicts the experts that matter most to a token.
@@ -12,11 +13,10 @@ those of an expert are needed for the same tokens. A gate predicts the experts t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,13 +28,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import smollm2_texts as texts
 from smollm2_checkpoint import find_source, write
-from smollm2_experts import FILE, Routing, Shape, encode_rows
+from smollm2_experts import FILE, Routing, Shape, Split, encode_rows, read_layer
+from tune_smollm2 import tune
 
 SEED = 1
-PIECE = 512
-"""Tokens of a piece of prose or code."""
-ANSWER = 96
+WINDOW = 512
+"""Tokens that the model reads together."""
+ANSWER = 128
 """Tokens of an answer of the model itself."""
+CHATS = 32
+"""Chats that are answered together."""
 SPREAD = 0.3
 """Root mean square of the gate's products for the experts of a layer. Weights are 2 * sigmoid(product)."""
 PRINCIPAL_AXES = 64
@@ -63,47 +66,66 @@ class Mlp:
         return self.activations.abs() * self.down.norm(dim=0)
 
 
-def calibration_pieces(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int
+def answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: list[str]
 ) -> list[list[int]]:
-    """Prose, code, and chats in which the model answers; each has about a third of the tokens."""
-    share, pieces = tokens // 3, []
-    for documents in (texts.split(texts.prose())[0], texts.split(texts.code())[0]):
-        size = min(PIECE, 1 + share // len(documents))
-        pieces += [tokenizer.encode(document)[:size] for document in documents]
-    questions = texts.split(texts.questions())[0][: share // (ANSWER + 40)]
+    """The tokens of chats in which the model itself answers."""
     torch.manual_seed(SEED)
-    for start in range(0, len(questions), 32):
-        chats = [[{"role": "user", "content": question}] for question in questions[start : start + 32]]
-        batch = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
-        with torch.inference_mode():
-            rows = model.generate(**batch, max_new_tokens=ANSWER)
-        ends = tokenizer.eos_token_id
-        for row, mask in zip(rows.tolist(), batch["attention_mask"].tolist(), strict=True):
-            begin = len(mask) - sum(mask)
-            while row[-2:] == [ends, ends]:
-                row.pop()
-            pieces.append(row[begin:])
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    batch = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        rows = model.generate(**batch, max_new_tokens=ANSWER).tolist()
+    pieces, end = [], tokenizer.eos_token_id
+    for row, mask in zip(rows, batch["attention_mask"], strict=True):
+        while row[-2:] == [end, end]:
+            row.pop()
+        pieces.append(row[int((mask == 0).sum()) :])
     return pieces
 
 
-def record_inputs(model: PreTrainedModel, pieces: list[list[int]]) -> dict[str, Tensor]:
-    """What each MLP gets for the tokens of all pieces, [tokens, hidden] in float16 by the layer's number."""
+def calibration_windows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
+    """Windows of prose, of code, and of chats in which the model answers, [windows, WINDOW].
+
+    Each kind has about a third of the tokens.
+    """
+    share, windows = tokens // 3, []
+    questions = texts.split(texts.questions())[0][: share // ANSWER]
+    chats: list[list[int]] = []
+    for start in range(0, len(questions), CHATS):
+        chats += answer(model, tokenizer, questions[start : start + CHATS])
+        print(f"{len(chats)} chats", flush=True)
+    for documents in (texts.split(texts.prose())[0], texts.split(texts.code())[0]):
+        size = 1 + share // len(documents)
+        pieces = [tokenizer.encode(document[: 8 * size])[:size] for document in documents]
+        windows.append(cut_windows(pieces, share))
+    return torch.cat([*windows, cut_windows(chats, share)])
+
+
+def cut_windows(pieces: list[list[int]], count: int) -> Tensor:
+    """Joins pieces and cuts them into whole windows of at most `count` tokens."""
+    joined = torch.tensor([token for piece in pieces for token in piece][:count])
+    return joined[: len(joined) // WINDOW * WINDOW].view(-1, WINDOW)
+
+
+def record_inputs(model: PreTrainedModel, windows: Tensor) -> dict[str, Tensor]:
+    """What each MLP gets, [tokens, hidden] by the layer's number, and `final`, what the head gets."""
     inputs: dict[str, list[Tensor]] = {}
 
     def recorder(name: str) -> Callable[[torch.nn.Module, tuple[Tensor, ...]], None]:
         def record(_: torch.nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            inputs.setdefault(name, []).append(arguments[0][0].to(torch.float16))
+            inputs.setdefault(name, []).append(arguments[0][0])
 
         return record
 
-    for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(recorder(str(number)))
+    parts = {str(number): layer.mlp for number, layer in enumerate(model.model.layers)}
+    hooks = [part.register_forward_pre_hook(recorder(name)) for name, part in parts.items()]
     with torch.inference_mode():
-        for piece in pieces:
-            model.model(torch.tensor([piece]))
+        for window in windows:
+            inputs.setdefault("final", []).append(model.model(window[None]).last_hidden_state[0])
+    for hook in hooks:
+        hook.remove()
     return {name: torch.cat(rows) for name, rows in inputs.items()}
 
 
@@ -198,45 +220,54 @@ def fit_factors(mlp: Mlp, weights: Tensor) -> Tensor:
 
 
 def fit_layer(mlp: Mlp, shape: Shape) -> tuple[Routing, dict[str, float]]:
-    """The experts and the gate of a layer, and the relative errors of its outputs."""
+    """The experts and the gate of a layer, and the errors of its outputs beside their size.
+
+    `none` is the error without routed experts. `fixed` is the one with those that matter most on average,
+    `gate` with those that the gate chooses, and `best` with those that matter most for each token. `refit` is
+    what the gate's weights and the factors leave.
+    """
     experts = partition(mlp, shape)
     products = expert_products(mlp, experts, shape.experts)
     importance = products.diagonal(dim1=1, dim2=2)
     weight, bias = fit_gate(mlp.inputs, importance, shape.top_k)
     factor = SPREAD / (mlp.inputs @ weight.T).square().mean().sqrt()
     codes, scales = encode_rows(weight * factor)
-    ones = torch.ones(len(experts))
-    routing = Routing(experts, codes, scales, bias * factor / 4, ones)
-    choice = routing.choose(mlp.inputs, shape.top_k)
-    routing = Routing(experts, codes, scales, bias * factor / 4, fit_factors(mlp, choice[:, experts]))
+    norms = torch.ones(mlp.inputs.shape[1])
+    # Near zero a sigmoid has the slope 1/4.
+    routing = Routing(experts, codes, scales, bias * factor / 4, torch.ones(len(experts)), norms, norms)
+    weights = routing.choose(mlp.inputs, shape.top_k)
+    routing = replace(routing, factors=fit_factors(mlp, weights[:, experts]))
     outputs = mlp.activations @ mlp.down.T
+    refit = (mlp.activations * weights[:, experts] * routing.factors) @ mlp.down.T
     size = outputs.square().sum(1).mean()
-
-    def error(chosen: Tensor) -> float:
-        return float(((1 - chosen).unsqueeze(1) @ products @ (1 - chosen).unsqueeze(2)).mean() / size)
-
     none = torch.zeros_like(importance)
-    best = none.scatter(1, importance.topk(shape.top_k, dim=1).indices, 1.0)
-    fixed = none.scatter(1, importance.mean(0).topk(shape.top_k).indices.expand(len(none), -1), 1.0)
-    refit = (mlp.activations * choice[:, experts] * routing.factors) @ mlp.down.T
-    return routing, {
-        "none": error(none),
-        "fixed": error(fixed),
-        "gate": error((choice[:, : shape.experts] > 0).float()),
-        "best": error(best),
-        "refit": float((refit - outputs).square().sum(1).mean() / size),
+    chosen = {
+        "none": none,
+        "fixed": none.scatter(1, importance.mean(0).topk(shape.top_k).indices.expand(len(none), -1), 1.0),
+        "gate": (weights[:, :-1] > 0).float(),
+        "best": none.scatter(1, importance.topk(shape.top_k, dim=1).indices, 1.0),
     }
+    errors = {}
+    for name, mask in chosen.items():
+        left = (1 - mask).unsqueeze(1)
+        errors[name] = float((left @ products @ left.mT).mean() / size)
+    return routing, errors | {"refit": float((refit - outputs).square().sum(1).mean() / size)}
+
+
+def load_model(work: Path) -> PreTrainedModel:
+    """The dense model in bfloat16, in which the matrices of a CPU with AMX are fastest."""
+    return AutoModelForCausalLM.from_pretrained(work / "dense", dtype=torch.bfloat16)
 
 
 def read_inputs(work: Path, tokens: int) -> dict[str, Tensor]:
-    """What each MLP gets, from a file in WORK that is written where it is missing."""
+    """What each MLP and the head get, and the `windows` of text. A file keeps them."""
     file = work / "inputs.safetensors"
     if not file.is_file():
+        model = load_model(work)
         tokenizer = AutoTokenizer.from_pretrained(work / "dense", padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(work / "dense", dtype=torch.float32)
-        pieces = calibration_pieces(model, tokenizer, tokens)
-        print(f"{len(pieces)} pieces, {sum(map(len, pieces))} tokens", flush=True)
-        save_file(record_inputs(model, pieces), work / "inputs.new")
+        windows = calibration_windows(model, tokenizer, tokens)
+        print(f"{windows.numel()} tokens", flush=True)
+        save_file(record_inputs(model, windows) | {"windows": windows}, work / "inputs.new")
         (work / "inputs.new").replace(file)
     return load_file(file)
 
@@ -261,8 +292,30 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shared", type=int, default=Shape.shared)
     parser.add_argument("--top-k", type=int, default=Shape.top_k)
     parser.add_argument("--layers", type=int, nargs="*", help="fit only these, and write no result")
+    parser.add_argument("--rounds", type=int, default=3, help="how often all windows are read for the tuning")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
+
+
+def fit_layers(options: argparse.Namespace, inputs: dict[str, Tensor]) -> Split:
+    """Fits each layer that has no file yet, and returns all of them."""
+    dense = load_file(options.work / "dense" / "model.safetensors")
+    neurons, hidden = dense["model.layers.0.mlp.gate_proj.weight"].shape
+    shape = Shape(options.width, options.shared, neurons // options.width - options.shared, options.top_k)
+    folder = options.work / "-".join(map(str, asdict(shape).values()))
+    folder.mkdir(exist_ok=True)
+    layers = []
+    for layer in options.layers or range(len(inputs) - 2):
+        file = folder / f"layer-{layer:02}.safetensors"
+        if not file.is_file():
+            began = time.monotonic()
+            routing, errors = fit_layer(read_mlp(dense, layer, inputs[str(layer)]), shape)
+            save_file(routing.as_tensors(), file.with_suffix(".new"))
+            file.with_suffix(".new").replace(file)
+            shown = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
+            print(f"layer {layer}: {shown}; {time.monotonic() - began:.1f} s", flush=True)
+        layers.append(read_layer(load_file(file)))
+    return Split(shape, layers, torch.ones(hidden))
 
 
 def main() -> int:
@@ -272,27 +325,13 @@ def main() -> int:
     work = options.work
     if not (work / "dense" / "config.json").is_file():
         write(find_source(options.file), "dense", work / "dense")
-    inputs, dense = read_inputs(work, options.tokens), load_file(work / "dense" / "model.safetensors")
-    neurons = dense["model.layers.0.mlp.gate_proj.weight"].shape[0]
-    shape = Shape(options.width, options.shared, neurons // options.width - options.shared, options.top_k)
-    folder = work / "-".join(map(str, asdict(shape).values()))
-    folder.mkdir(exist_ok=True)
-    for layer in options.layers or range(len(inputs)):
-        file = folder / f"layer-{layer:02}.safetensors"
-        if file.is_file():
-            continue
-        began = time.monotonic()
-        routing, errors = fit_layer(read_mlp(dense, layer, inputs[str(layer)]), shape)
-        save_file(routing.as_tensors(), file.with_suffix(".new"))
-        file.with_suffix(".new").replace(file)
-        shown = ", ".join(f"{name} {error:.4f}" for name, error in errors.items())
-        print(f"layer {layer}: {shown}; {time.monotonic() - began:.1f} s", flush=True)
+    inputs = read_inputs(work, options.tokens)
+    split = fit_layers(options, inputs)
     if options.layers:
         return 0
-    parts = [load_file(folder / f"layer-{layer:02}.safetensors") for layer in range(len(inputs))]
-    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-    notes = {"shape": json.dumps(asdict(shape)), "texts": f"Python {texts.python_version()}"}
-    save_file(stacked, options.output, metadata=notes)
+    if options.rounds:
+        split = tune(load_model(work), split, inputs["windows"], inputs["final"], options.rounds)
+    split.save(options.output, {"texts": f"Python {texts.python_version()}, and answers of the model"})
     print(f"{options.output}: {options.output.stat().st_size} bytes")
     return 0
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import measure_smollm2 as measure
@@ -22,7 +22,7 @@ import smollm2_texts
 import split_smollm2
 from moesaic import LLM, SamplingParams
 from moesaic.text.tokenizer import byte_level_alphabet
-from smollm2_experts import Routing, Shape
+from smollm2_experts import Routing, Shape, Split
 from smollm2_file import DenseFile
 
 HIDDEN, HEADS, KEY_HEADS, NEURONS, LAYERS = 64, 4, 2, 96, 2
@@ -126,14 +126,8 @@ def random_routing(seed: int) -> Routing:
         codes,
         scales,
         torch.randn(SHAPE.experts, generator=generator) / 20,
-        1 + torch.randn(NEURONS, generator=generator) / 9,
+        *(1 + torch.randn(size, generator=generator) / 9 for size in (NEURONS, HIDDEN, HIDDEN)),
     )
-
-
-def write_routings(file: Path, routings: list[Routing], shape: Shape) -> None:
-    parts = [routing.as_tensors() for routing in routings]
-    stacked = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
-    save_file(stacked, file, metadata={"shape": json.dumps(vars(shape))})
 
 
 def logits(path: Path, ids: list[int]) -> torch.Tensor:
@@ -178,7 +172,8 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     """Copies answer as the dense model does. The split model answers as transformers computes it."""
     file = tmp_path / "routing.safetensors"
-    write_routings(file, [random_routing(1), random_routing(2)], SHAPE)
+    final_norm = torch.linspace(0.8, 1.2, HIDDEN)
+    Split(SHAPE, [random_routing(1), random_routing(2)], final_norm).save(file, {})
     monkeypatch.setattr(smollm2_experts, "FILE", file)
     smollm2_checkpoint.write(source, form, tmp_path / form)
     smollm2_checkpoint.write(source, "dense", tmp_path / "dense")
@@ -210,9 +205,10 @@ def test_all_experts_with_weight_one_are_the_dense_model(
     routings = [random_routing(3), random_routing(4)]
     for routing in routings:
         routing.codes.zero_()
-        routing.factors.fill_(1.0)
+        for factors in (routing.factors, routing.attention_norm, routing.mlp_norm):
+            factors.fill_(1.0)
     file = tmp_path / "routing.safetensors"
-    write_routings(file, routings, shape)
+    Split(shape, routings, torch.ones(HIDDEN)).save(file, {})
     monkeypatch.setattr(smollm2_experts, "FILE", file)
     smollm2_checkpoint.write(source, "moe", tmp_path / "moe")
     smollm2_checkpoint.write(source, "dense", tmp_path / "dense")
@@ -246,6 +242,38 @@ def test_what_cannot_be_read_is_refused(
     unknown = write_file(tmp_path / "b.gguf", model, GGMLQuantizationType.F32, expert_count=4)
     assert "llama.expert_count: got 4" in run("--file", unknown, "--form", "dense")
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_split_is_fitted_goes_on_and_is_the_same_again(
+    source: DenseFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"WINDOW": 64, "ANSWER": 8, "CHATS": 16, "GATE_ROUNDS": 20}.items():
+        monkeypatch.setattr(split_smollm2, name, value)
+
+    def run(work: str, output: str) -> list[str]:
+        sizes = {"width": 8, "shared": 4, "top-k": 3, "tokens": 1500, "rounds": 3, "threads": 1}
+        flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+        paths = [str(tmp_path / work), "--file", str(source.path), "--output", str(tmp_path / output)]
+        monkeypatch.setattr("sys.argv", ["split_smollm2", *paths, *flags])
+        assert split_smollm2.main() == 0
+        return capsys.readouterr().out.splitlines()
+
+    lines = run("work", "first")
+    assert sum(line.startswith("layer") for line in lines) == LAYERS
+    divergences = [float(line.split()[3].strip(";")) for line in lines if line.startswith("round")]
+    assert divergences[-1] < divergences[0]
+    (tmp_path / "work" / "8-4-8-3" / "layer-01.safetensors").unlink()
+    assert [line[:7] for line in run("work", "second") if line.startswith("layer")] == ["layer 1"]
+    run("other", "third")
+    first, second, third = (load_file(tmp_path / name) for name in ("first", "second", "third"))
+    assert all(torch.equal(first[name], other[name]) for other in (second, third) for name in first)
+    monkeypatch.setattr(smollm2_experts, "FILE", tmp_path / "first")
+    smollm2_checkpoint.write(source, "moe", tmp_path / "moe")
+    split = smollm2_experts.read(tmp_path / "first")
+    assert split.shape == Shape(8, 4, 8, 3)
+    assert all(layer.experts.bincount().tolist() == [8] * 8 + [32] for layer in split.layers)
+    assert len(LLM(str(tmp_path / "moe"), threads=1).generate("Hello")[0].text) > 0
 
 
 def test_clusters_have_one_size_and_hold_what_is_alike() -> None:
