@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -120,7 +121,11 @@ def test_the_program_behind_make_demo_answers_and_ends(tmp_path: Path) -> None:
     """Here pip has no package index, so the small checkpoint answers."""
     assert "scripts/demo.py" in (ROOT / "Makefile").read_text()
     line = [sys.executable, str(ROOT / "scripts" / "demo.py")]
-    environment = os.environ | {"PIP_NO_INDEX": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | {
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
     environment.pop("PIP_FIND_LINKS", None)
     done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert done.returncode == 0, done.stderr

