@@ -87,7 +87,7 @@ def cut(llm: LLM, documents: list[str], size: int, count: int) -> list[list[int]
 def encode(llm: LLM, text: str, is_chat: bool) -> list[int]:
     """The tokens of a prompt; of a question, with the chat template around it."""
     if is_chat:
-        text = llm.tokenizer.chat([{"role": "user", "content": text}])
+        return llm.tokenizer.chat([{"role": "user", "content": text}])
     return llm.tokenizer.encode(text)
 
 
