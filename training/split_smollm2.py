@@ -294,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shared", type=int, default=Shape.shared)
     parser.add_argument("--top-k", type=int, default=Shape.top_k)
     parser.add_argument("--layers", type=int, nargs="*", help="fit only these, and write no result")
-    parser.add_argument("--rounds", type=int, default=3, help="how often all windows are read for the tuning")
+    parser.add_argument("--steps", type=int, default=45, help="windows that the tuning reads")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
@@ -331,8 +331,8 @@ def main() -> int:
     split = fit_layers(options, inputs)
     if options.layers:
         return 0
-    if options.rounds:
-        split = tune(load_model(work), split, inputs["windows"], inputs["final"], options.rounds)
+    if options.steps:
+        split = tune(load_model(work), split, inputs["windows"], inputs["final"], options.steps)
     split.save(options.output, {"texts": f"Python {texts.python_version()}, and answers of the model"})
     print(f"{options.output}: {options.output.stat().st_size} bytes")
     return 0

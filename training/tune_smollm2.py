@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from smollm2_experts import SCALE, Routing, Split, encode_rows
 
 SEED = 1
+REPORT = 5
+"""Windows after which the mean loss is printed."""
 FACTOR_RATE = 3e-3
 NORM_RATE = 1e-3
 GATE_RATE = 0.02
@@ -78,8 +80,8 @@ def prepare(model: PreTrainedModel, split: Split) -> tuple[list[TunedNorm], list
     return [*norms, model.model.norm], mlps
 
 
-def tune(model: PreTrainedModel, split: Split, windows: Tensor, final: Tensor, rounds: int) -> Split:
-    """Reads all windows `rounds` times, and returns the tuned split.
+def tune(model: PreTrainedModel, split: Split, windows: Tensor, final: Tensor, steps: int) -> Split:
+    """Reads as many windows as `steps` says, and returns the tuned split.
 
     model: the dense one, which is changed. final: what its head gets for the tokens of all windows.
     """
@@ -93,26 +95,29 @@ def tune(model: PreTrainedModel, split: Split, windows: Tensor, final: Tensor, r
         {"params": [norm.factors for norm in norms], "lr": NORM_RATE},
         *gates,
     ]
-    optimizer, total = torch.optim.Adam(groups, betas=(0.9, 0.95)), rounds * len(windows)
+    optimizer, order = torch.optim.Adam(groups, betas=(0.9, 0.95)), list[int]()
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [group["lr"] for group in groups], total_steps=total, pct_start=0.1
+        optimizer, [group["lr"] for group in groups], total_steps=steps, pct_start=0.1
     )
     targets = final.view(*windows.shape, -1)
     generator, began, losses = torch.Generator().manual_seed(SEED), time.monotonic(), []
-    for number in range(rounds):
-        for window in torch.randperm(len(windows), generator=generator).tolist():
-            with torch.no_grad():
-                target = log_softmax(model.lm_head(targets[window]).float(), dim=-1)
-            hidden = model.model(windows[window : window + 1], use_cache=False).last_hidden_state[0]
-            predicted = log_softmax(model.lm_head(hidden).float(), dim=-1)
-            loss = kl_div(predicted, target, reduction="batchmean", log_target=True)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss.item())
-        mean = sum(losses[-len(windows) :]) / len(windows)
-        print(f"round {number + 1}: divergence {mean:.4f}; {time.monotonic() - began:.0f} s", flush=True)
+    for step in range(steps):
+        if step % len(windows) == 0:
+            order = torch.randperm(len(windows), generator=generator).tolist()
+        window = order[step % len(windows)]
+        with torch.no_grad():
+            target = log_softmax(model.lm_head(targets[window]).float(), dim=-1)
+        hidden = model.model(windows[window : window + 1], use_cache=False).last_hidden_state[0]
+        predicted = log_softmax(model.lm_head(hidden).float(), dim=-1)
+        loss = kl_div(predicted, target, reduction="batchmean", log_target=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if (step + 1) % REPORT == 0:
+            mean, seconds = sum(losses[-REPORT:]) / REPORT, time.monotonic() - began
+            print(f"{step + 1} windows: divergence {mean:.4f}; {seconds:.0f} s", flush=True)
     return collect(split, norms, mlps)
 
 
