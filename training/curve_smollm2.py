@@ -3,7 +3,7 @@
     python training/curve_smollm2.py MOE COPIES [--top-k 6 10 14]
 
 MOE and COPIES are checkpoints of smollm2_checkpoint.py. Chats are answers of the dense model to questions
-that were held out. moesaic computes both models in float32.
+that were held out. moesaic computes both models.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--piece", type=int, default=512)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    settings = {"dtype": "float32", "threads": options.threads, "max_model_len": 1024}
+    settings = {"threads": options.threads, "max_model_len": 1024}
     llm = LLM(str(options.copies), seed=1, **settings)
     pieces = held_out_pieces(llm, options.piece, options.tokens)
     dense = {kind: own_loss(llm, parts) for kind, parts in pieces.items()}
