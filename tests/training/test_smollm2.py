@@ -20,6 +20,7 @@ import smollm2_experts
 import smollm2_file
 import smollm2_texts
 import split_smollm2
+import tune_smollm2
 from moesaic import LLM, SamplingParams
 from moesaic.text.tokenizer import byte_level_alphabet
 from smollm2_experts import Routing, Shape, Split
@@ -250,9 +251,11 @@ def test_a_split_is_fitted_goes_on_and_is_the_same_again(
 ) -> None:
     for name, value in {"WINDOW": 64, "ANSWER": 8, "CHATS": 16, "GATE_ROUNDS": 20}.items():
         monkeypatch.setattr(split_smollm2, name, value)
+    windows = 3 * (1500 // 3 // 64)
+    monkeypatch.setattr(tune_smollm2, "REPORT", windows)  # means of the same windows are compared
 
     def run(work: str, output: str) -> list[str]:
-        sizes = {"width": 8, "shared": 4, "top-k": 3, "tokens": 1500, "steps": 60, "threads": 1}
+        sizes = {"width": 8, "shared": 4, "top-k": 3, "tokens": 1500, "steps": 4 * windows, "threads": 1}
         flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
         paths = [str(tmp_path / work), "--file", str(source.path), "--output", str(tmp_path / output)]
         monkeypatch.setattr("sys.argv", ["split_smollm2", *paths, *flags])
