@@ -127,7 +127,7 @@ def test_the_program_behind_make_demo_answers_and_ends(tmp_path: Path) -> None:
         "XDG_CACHE_HOME": str(tmp_path),
     }
     environment.pop("PIP_FIND_LINKS", None)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=250, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "pip could not download" in done.stderr
     assert "the small checkpoint inside the package" in done.stdout
