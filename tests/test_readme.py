@@ -6,6 +6,7 @@ import contextlib
 import functools
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -116,11 +117,20 @@ def test_the_commands_that_end_by_themselves_run(
 
 
 @pytest.mark.slow
-def test_the_program_behind_make_demo_answers_and_ends() -> None:
+def test_the_program_behind_make_demo_answers_and_ends(tmp_path: Path) -> None:
+    """Here pip has no package index, so the small checkpoint answers."""
     assert "scripts/demo.py" in (ROOT / "Makefile").read_text()
     line = [sys.executable, str(ROOT / "scripts" / "demo.py")]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=False)
+    environment = os.environ | {
+        "PIP_NO_INDEX": "1",
+        "PIP_CONFIG_FILE": os.devnull,
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    environment.pop("PIP_FIND_LINKS", None)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=250, check=False, env=environment)
     assert done.returncode == 0, done.stderr
+    assert "pip could not download" in done.stderr
+    assert "the small checkpoint inside the package" in done.stdout
     rates = re.findall(
         r"^\[(\d+) tokens, first after \d+ ms, then [\d.]+ tokens/s\]$", done.stdout, re.MULTILINE
     )

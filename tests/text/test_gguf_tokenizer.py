@@ -188,6 +188,18 @@ def test_patterns_split_as_by_hand(pre: str) -> None:
     assert [str(piece.normalized) for piece in pieces] == SPLITS[pre]
 
 
+@pytest.mark.parametrize("text", SAMPLES)
+def test_starcoder_and_smollm_split_digits_as_their_tokenizer_json(text: str) -> None:
+    theirs = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for name in ("starcoder", "smollm"):
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[name].patterns]
+        ours = pre_tokenizers.Sequence([*splits, byte_level])
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
 @pytest.mark.slow
 def test_patterns_are_those_of_transformers() -> None:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS

@@ -99,6 +99,7 @@ PATTERNS: Mapping[str, Pattern] = {
     "qwen2": _QWEN,
     "qwen35": Pattern((_MARK_PATTERN,), uses_nfc=True),
     "refact": _STARCODER,
+    "smollm": _STARCODER,
     "starcoder": _STARCODER,
     "tekken": Pattern((_TEKKEN,), ignore_merges=True),
 }
