@@ -114,7 +114,9 @@ def _list_groups(controller: str, cgroups: Path, own_groups: Path) -> Iterator[_
 
 def _list_mounts(controller: str, cgroups: Path) -> list[Path]:
     """Where a controller of version 1 is mounted: alone, or with others as in "cpu,cpuacct"."""
-    folders = sorted(cgroups.iterdir()) if cgroups.is_dir() else []
+    folders: list[Path] = []
+    with contextlib.suppress(OSError):  # a process that has no descriptors left asks, too
+        folders = sorted(cgroups.iterdir())
     mounts = [folder for folder in folders if controller in folder.name.split(",")]
     return list({mount.resolve(): mount for mount in mounts}.values())
 
