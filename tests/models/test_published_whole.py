@@ -36,8 +36,8 @@ RANGE = re.compile(r"(\d+)-(\d+)")
 FILES = {file.stem.replace("--", "/"): file for file in sorted(FOLDER.glob("*.json"))}
 REFUSED = {name for name in FILES if name.endswith("NVFP4")}
 """Checkpoints in NVFP4, of ModelOpt and of compressed-tensors."""
-NOT_HERE = {"dots1", "granitemoe", "internvl", "lfm2_moe", "qwen3_5_moe_text", "solar_open"}
-"""Families of which no whole published config is here: public reports have only parts of them."""
+NOT_HERE = {"internvl", "qwen3_5_moe_text"}
+"""Of these no whole published config is known: InternVL with experts, and Qwen3.5 without images."""
 FAST = ("MiniMaxAI/MiniMax-M2.7", "moonshotai/Kimi-K2.5", "zai-org/GLM-4.5V")
 COMPARED = sorted(FILES.keys() - REFUSED)
 
