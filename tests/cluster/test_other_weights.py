@@ -19,6 +19,7 @@ from moesaic.core.errors import ConnectionLost
 from moesaic.models import files, fingerprint
 from tests.cluster.test_identity import alone, workload
 from tests.cluster.test_join_listener import joiner, newcomer
+from tests.support import tiny_models
 from tests.support.cluster_driver import Answer, Cluster, cluster
 
 COUNT, TOKENS = 6, 48
@@ -72,6 +73,24 @@ def test_a_joiner_with_zeroed_experts_is_refused_on_both_sides(
         served.until(lambda: "other bytes of tensors" in failures(served))
         served.until(lambda: len(served.supervisor.status()) == 2)
         assert served.finish() == expected
+
+
+@pytest.mark.slow
+def test_a_joiner_serves_a_checkpoint_whose_config_it_changes_by_hand(
+    expected: list[Answer], door: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other = copied(tmp_path / "other")
+    tiny_models.edit(other, attention_sinks=4)
+    flags = ["--model", str(other)]
+    with cluster(**door) as served:
+        with joiner(served, door["cluster_secret_file"], *flags) as process:
+            said = process.communicate(timeout=60)
+        assert process.returncode == 2 and said[1].count("\n") == 1 and str(other) in said[1]
+        flags += ["--hf-overrides", '{"attention_sinks": null}']
+        with joiner(served, door["cluster_secret_file"], *flags):
+            served.until(lambda: newcomer(served) is not None)
+            assert answers(served) == expected
 
 
 PRETENDING = """

@@ -8,11 +8,15 @@ import json
 import pkgutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from tests.commands.test_place import demo_profile
+from tests.jobs.profiling.test_importing import answer, routes
 
 import moesaic
 from moesaic.commands import cli
 from moesaic.commands.plan import find_model
+from moesaic.core.profile import Profile
 from moesaic.models import files, registry
 
 DROP = '{"attention_sinks": null}'
@@ -71,6 +75,32 @@ def test_a_plan_is_that_of_the_changed_model(strange: Path) -> None:
     assert find_model(str(strange), hf_overrides=DROP).layers == unchanged.layers
     fewer = json.dumps({"num_hidden_layers": 2})
     assert find_model(str(strange / "config.json"), hf_overrides=fewer).layers == 2 < unchanged.layers
+
+
+def test_a_placement_takes_nearest_tokens_of_the_changed_model(
+    strange: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_profile().save(tmp_path / "live.npz")
+    words = ["place", str(tmp_path / "live.npz"), "--ranks", "2", "--solver", "kmeans", "--json"]
+    words += ["-o", str(tmp_path / "placement.json"), "--model", str(strange)]
+    assert cli.main(words) == 2
+    assert f"--hf-overrides '{DROP}'" in capsys.readouterr().err
+    assert cli.main([*words, "--hf-overrides", DROP]) == 0
+    assert json.loads(capsys.readouterr().out)["nearest_known"]
+
+
+def test_an_imported_profile_is_that_of_the_changed_model(
+    strange: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    routed = registry.routed_model(files.resolve("demo"))
+    experts = routes(3, routed).astype(np.uint8)
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answer([5, 6], [7, 8], experts)))
+    words = ["profile", "import", str(tmp_path / "answers.jsonl"), "--from", "vllm", "--model", str(strange)]
+    words += ["-o", str(tmp_path / "profile.npz")]
+    assert cli.main(words) == 2
+    assert f"--hf-overrides '{DROP}'" in capsys.readouterr().err
+    assert cli.main([*words, "--hf-overrides", DROP]) == 0
+    assert Profile.load(tmp_path / "profile.npz").model == routed.model
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,6 @@ COLUMNS = {
 """Columns of the table -> names in quantizers.FORMATS."""
 WIDE: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 OTHERS: dict[str, dict[str, Any]] = {
-    "dots1": model_configs.dots(**WIDE),
-    "solar_open": model_configs.solar(**WIDE),
-    "lfm2_moe": model_configs.lfm2(**WIDE),
     "internvl": model_configs.qwen3(**WIDE),
     "qwen3_5_moe_text": {},
 }

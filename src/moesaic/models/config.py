@@ -69,6 +69,11 @@ def leave_out(path: Sequence[str]) -> str:
     patch: Any = None
     for name in reversed(path):
         patch = {name: patch}
+    return write_flag(patch)
+
+
+def write_flag(patch: dict[str, Any]) -> str:
+    """Returns the flag that changes config.json by hand, without its value if that is long."""
     flag = f"--hf-overrides {shlex.quote(json.dumps(patch))}"
     return flag if len(flag) <= 2 * _SHOWN else "--hf-overrides"
 

@@ -36,7 +36,7 @@ WITHOUT_EFFECT: tuple[Row, ...] = (
         "names of the checkpoint, of its code and of the program that wrote it",
         (
             *("_name_or_path", "architectures", "auto_map", "transformers_version", "tokenizer_class"),
-            *("unsloth_fixed", "unsloth_version", "model_name"),
+            *("unsloth_fixed", "unsloth_version", "model_name", "name_or_path"),
         ),
     ),
     Row("the tensors have a type of their own", ("dtype", "torch_dtype")),
@@ -98,6 +98,7 @@ WITHOUT_EFFECT: tuple[Row, ...] = (
         ("qwen3_5_moe_text",),
     ),
     Row("states are float32 here", ("mamba_ssm_dtype",), ("qwen3_5_moe_text",)),
+    Row("hidden_act is the key that counts", ("activation_function",), ("granitemoe",)),
     Row("the rotary keys say it too", ("initial_context_length",), ("gpt_oss",)),
     Row(
         "sums that are float32 here",

@@ -26,7 +26,7 @@ from moesaic.kernels.weights import ExpertWeights
 from moesaic.models import fingerprint
 from moesaic.models.block import Block
 from moesaic.models.checkpoint import INDEX, SINGLE, Checkpoint, Claims, Partial, Progress
-from moesaic.models.config import UnreadKeyError, leave_out, shorten
+from moesaic.models.config import UnreadKeyError, leave_out, shorten, write_flag
 from moesaic.models.conversion import CountingClaims
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
@@ -372,7 +372,23 @@ def _parse_config(raw_config: dict[str, Any], path: Path) -> tuple[ModelFile, An
     except UnreadKeyError as error:
         if str(raw_config.get("model_type")) in WRAPPERS and error.path[0] in raw_config[TEXT]:
             raise UnreadKeyError.of_key((TEXT, *error.path), error.value) from None
+        family = _find_family_by_class(raw_config)
+        if family is not None and MODELS[family] is not file:
+            raise CheckpointError(
+                f"config.json: model_type: got {model_type!r}; allowed: {family!r}, since architectures has "
+                f"{raw_config['architectures'][0]}. To change it by hand: "
+                f"{write_flag({'model_type': family})}"
+            ) from None
         raise
+
+
+def _find_family_by_class(raw_config: dict[str, Any]) -> str | None:
+    """The model_type whose class in transformers is the first of `architectures`; None if it is none here."""
+    match raw_config.get("architectures"):
+        case [str(name), *_]:
+            letters = name.removesuffix("ForCausalLM").replace("_", "").lower()
+            return next((family for family in MODELS if family.replace("_", "") == letters), None)
+    return None
 
 
 def _refuse_contradictions(raw_config: dict[str, Any]) -> None:
