@@ -32,7 +32,9 @@ def main() -> int:
     """Returns the exit code: 0 when the server answered and then ended as it should."""
     checkpoint = prepare_checkpoint()
     words = ["serve", *([str(checkpoint), "--served-model-name", NAME] if checkpoint else [NAME])]
-    command = [str(Path(sys.executable).parent / "moesaic"), *words, "--port", "0", "--json"]
+    # No line of the log may stand within an answer.
+    options = ["--port", "0", "--json", "--disable-log-stats"]
+    command = [str(Path(sys.executable).parent / "moesaic"), *words, *options]
     print(f"$ {program()} {' '.join(words)}")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
