@@ -17,8 +17,6 @@ from moesaic.commands.units import in_bytes
 from moesaic.kernels import table
 
 GIB = 2**30
-
-
 KERNELS_OF = {
     "avx512": "avx512",
     "avx512_bf16": "avx512_bf16",
@@ -27,7 +25,7 @@ KERNELS_OF = {
     "amx_bf16": "amx_bf16",
     "amx_int8": "amx_int8",
 }
-"""Instruction set of `machine.py` -> the kernels that need it, and nothing else that may be missing."""
+"""Instruction set, as `machine.py` names it -> kernels that every CPU with it can run."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads matrices of a checkpoint with all cores of the process.
+"""Reads matrices of a checkpoint in several threads.
 
 Question: Which threads read and convert experts when a model is loaded?
 """
@@ -6,27 +6,31 @@ Question: Which threads read and convert experts when a model is loaded?
 from __future__ import annotations
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from moesaic.runtime.machine import cores
+
 Key = TypeVar("Key")
 Content = TypeVar("Content")
+
+MAX_THREADS = 4
+"""Threads at most. Each takes memory for an expert and for its conversion."""
 
 
 def read_each(read: Callable[[Key], Content], keys: Iterable[Key]) -> Iterator[Content]:
     """What `read` returns for each key, in the order of the keys.
 
-    It runs in as many threads as the process has cores, which helps where it converts with numpy or waits
-    for a disk. Few keys are read before they are taken, since that uses memory. The first error in the order
-    of the keys is raised, and no further key is read then.
+    It runs in up to MAX_THREADS threads, at most one for each core that the process may use. That helps
+    where it converts with numpy or waits for a disk. The first error in the order of the keys is raised, and
+    no further key is read then.
 
     >>> list(read_each(lambda key: key * key, [1, 2, 3]))
     [1, 4, 9]
     """
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(cores(), MAX_THREADS)
     if threads == 1:
         yield from map(read, keys)
         return
