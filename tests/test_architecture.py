@@ -37,9 +37,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "policy": ("core", "cost"),
     # mechanisms
     "kernels": ("core", "core.gpu_parts"),
-    # digests are kept in the user's cache folder
-    "models": ("core", "kernels", "config.environment", "models.parallel_reading"),
-    "models.parallel_reading": ("runtime.machine",),  # as many threads as the process has cores
+    "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
     "models.kvcache": ("core", "kernels", "models.block", "models.spec"),
     "transport": ("core",),
@@ -49,7 +47,6 @@ EDGES: dict[str, tuple[str, ...]] = {
     "experts": (
         "core.gpu_parts",
         *("config", "core", "cost.curves", "kernels", "trace.logs", "models", "policy.fleet.replicas"),
-        "models.parallel_reading",
         "policy.fleet.relays",  # which server of another host passes rows on
         "offload.pool",  # a server with more experts than memory
         "policy.scheduling.microqueue",

@@ -9,7 +9,6 @@ server's own. So are experts in columns, which the kernels read as rows.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Hea
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
 from moesaic.models.pages import PAGE, align_size, huge_pages, prefer_huge
-from moesaic.models.parallel_reading import read_each
 from moesaic.models.quantization.scheme import Matrix
 
 Bytes = npt.NDArray[np.uint8]
@@ -72,10 +70,12 @@ class Store:
 
         Raises CheckpointError for an expert that does not exist or cannot be read.
         """
-        pairs = [(layer, expert) for layer, experts in experts_by_layer.items() for expert in experts]
-        missing_pairs = [pair for pair in dict.fromkeys(pairs) if pair not in self._matrices]
-        for pair, parts in zip(missing_pairs, read_each(self._read_expert, missing_pairs), strict=True):
-            self._put_expert(*pair, parts)
+        for layer, experts in experts_by_layer.items():
+            if layer not in self.layout.prefixes:
+                raise CheckpointError(f"{self._checkpoint.path}: layer {layer} has no routed experts")
+            for expert in experts:
+                if (layer, expert) not in self._matrices:
+                    self._load_expert(layer, expert)
 
     def keep_only(self, experts_by_layer: Mapping[int, Iterable[int]]) -> None:
         """Drop all experts except these. experts_by_layer: layer -> expert ids."""
@@ -92,11 +92,7 @@ class Store:
             slots[sizes] = Slots(sizes)
         return slots[sizes]
 
-    def _read_expert(self, pair: tuple[int, int]) -> list[Bytes]:
-        """The matrices of expert `pair[1]` of layer `pair[0]`."""
-        layer, expert = pair
-        if layer not in self.layout.prefixes:
-            raise CheckpointError(f"{self._checkpoint.path}: layer {layer} has no routed experts")
+    def _load_expert(self, layer: int, expert: int) -> None:
         if not 0 <= expert < self.layout.num_experts:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
         dtype, down_dtype = (STORED.get(one, one) for one in split_dtype(self.layout.dtype_of(layer)))
@@ -113,9 +109,6 @@ class Store:
             parts = [*parts[:2], transpose_bytes(parts[2], WIDTHS[dtype], self.layout.width)]
         if self.layout.form == BIASED_ROWS:
             parts = [*parts[:3], *bias_rows(parts[3], self.layout.width), parts[4]]
-        return parts
-
-    def _put_expert(self, layer: int, expert: int, parts: list[Bytes]) -> None:
         if self._slots is not None:
             self._places[layer, expert], parts = self._slots_of(self._slots, layer).copy(parts)
         self._matrices[layer, expert] = parts
@@ -179,7 +172,6 @@ class _MappedFiles:
 
     def __init__(self) -> None:
         self._files: dict[Path, Bytes] = {}
-        self._lock = threading.Lock()
 
     def part(self, place: Place) -> Bytes:
         part = self._map(place.file)[place.offset : place.offset + place.size]
@@ -187,16 +179,15 @@ class _MappedFiles:
         return part
 
     def _map(self, file: Path) -> Bytes:
-        with self._lock:  # several threads read experts
-            if file not in self._files:
-                try:
-                    with file.open("rb") as stream:
-                        mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-                except (OSError, ValueError) as error:
-                    raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
-                self._files[file] = contents = np.frombuffer(mapping, dtype=np.uint8)
-                prefer_huge(contents.ctypes.data, contents.size)
-            return self._files[file]
+        if file not in self._files:
+            try:
+                with file.open("rb") as stream:
+                    mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{file}: cannot be mapped ({error})") from error
+            self._files[file] = contents = np.frombuffer(mapping, dtype=np.uint8)
+            prefer_huge(contents.ctypes.data, contents.size)
+        return self._files[file]
 
 
 def _convert_matrix(dtype: str, part: Bytes, place: Place, name: str, columns: int) -> Bytes:

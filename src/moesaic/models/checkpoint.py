@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,7 @@ class Checkpoint:
         self.path = path
         self._copies = None if use_mmap else Copies()
         self._progress = progress
-        self._bytes_read, self._count_lock = 0, threading.Lock()
+        self._bytes_read = 0
         self._files: dict[Path, TensorFile] = {}
         self._shard = shards(path)
         self._claimed_names: set[str] = set()
@@ -161,14 +160,10 @@ class Checkpoint:
             self._refuse_not_finite(name, tensor)
         if self._copies is not None:  # kernels read the copy, so the file's pages need no memory
             drop_pages(mapped.data_ptr(), mapped.nbytes)
-        self._count_read(mapped.nbytes)
+        if self._progress is not None:
+            self._bytes_read += mapped.nbytes
+            self._progress(self._bytes_read, self._bytes)
         return tensor
-
-    def _count_read(self, size: int) -> None:
-        with self._count_lock:  # several threads read experts
-            self._bytes_read += size
-            if self._progress is not None:
-                self._progress(self._bytes_read, self._bytes)
 
     def _refuse_numbers(self, name: str) -> None:
         kind = self._slice(name).get_dtype()
@@ -216,7 +211,9 @@ class Checkpoint:
         if self._copies is not None or not is_mapped:  # the copy stands for these pages
             for file_part in file_parts:
                 drop_pages(file_part.data_ptr(), file_part.nbytes)
-        self._count_read(sum(file_part.nbytes for file_part in file_parts))
+        if self._progress is not None:
+            self._bytes_read += sum(file_part.nbytes for file_part in file_parts)
+            self._progress(self._bytes_read, self._bytes)
         if scan and dtype not in (torch.uint8, torch.float32):  # others have fewer exponents
             self._refuse_not_finite(f"{matrix.name}.weight", tensor)
         return tensor
@@ -445,13 +442,12 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self._free, self._lock = torch.empty(0, dtype=torch.uint8), threading.Lock()
+        self._free = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a dense copy of the same shape."""
         size = align_size(tensor.nbytes)
-        with self._lock:  # several threads read experts
-            if size > len(self._free):
-                self._free = torch.frombuffer(huge_pages(max(size, BYTES_AT_A_TIME)), dtype=torch.uint8)
-            taken, self._free = self._free[: tensor.nbytes], self._free[size:]
+        if size > len(self._free):
+            self._free = torch.frombuffer(huge_pages(max(size, BYTES_AT_A_TIME)), dtype=torch.uint8)
+        taken, self._free = self._free[: tensor.nbytes], self._free[size:]
         return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)

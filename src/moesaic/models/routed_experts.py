@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from moesaic.core.weight_types import COMPRESSED_DTYPE, is_integer, is_packed, i
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
 from moesaic.models.loader import ExpertNames, Loader, quantised_experts
-from moesaic.models.parallel_reading import read_each
 
 
 def claim_experts(checkpoint: Checkpoint, names: ExpertNames) -> None:
@@ -53,7 +51,7 @@ def experts(loader: Loader, names: ExpertNames, expert_ids: Iterable[int] | None
         scan=False,
     )
     load = FORMS[names.form]
-    tensors = dict(zip(sorted(ids), read_each(partial(load, loader, names), sorted(ids)), strict=True))
+    tensors = {expert: load(loader, names, expert) for expert in sorted(ids)}
     return ExpertWeights.from_resident(
         names.num_experts, tensors, PARTS[names.form], names.activation, packed_dtype
     )
