@@ -183,10 +183,14 @@ def _stopwatches(folder: Path) -> Iterator[None]:
     """Puts stopwatches into the processes that are started inside the context."""
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
-        return local._spawn("disaggregated.timed_worker", config.to_json(), "worker process")
+        return local.spawn_process(
+            "disaggregated.timed_worker", config.to_json(), "worker process", Path(config.model.model)
+        )
 
     def server(config: ExpertServerConfig) -> local.ChildProcess:
-        return local._spawn("disaggregated.timed_server", config.to_json(), "expert server")
+        return local.spawn_process(
+            "disaggregated.timed_server", config.to_json(), "expert server", Path(config.model)
+        )
 
     paths = os.pathsep.join(
         filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])

@@ -110,7 +110,9 @@ def sampled(folder: Path) -> Iterator[None]:
     """Samples the attention workers that are started inside the context into `folder`."""
 
     def worker(config: WorkerConfig) -> local.ChildProcess:
-        return local._spawn("disaggregated.sampled_worker", config.to_json(), "worker process")
+        return local.spawn_process(
+            "disaggregated.sampled_worker", config.to_json(), "worker process", Path(config.model.model)
+        )
 
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

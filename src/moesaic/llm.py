@@ -93,8 +93,8 @@ class LLM:
         if routing is not None:
             _check_routing(config)
         path = files.resolve(*config.model.source)
-        config = replace(config, trace=trace or config.trace, checkpoint_stamp=fingerprint.stamp(path))
         tokenizer = Tokenizer(path, special_tokens_in_content=special_tokens_in_content)
+        config = replace(config, trace=trace or config.trace, checkpoint_stamp=fingerprint.stamp(path))
         config = _fit(config)
         self._defaults = files.generation_defaults(path)
         engine_end, worker_end = local_pair()

@@ -127,7 +127,7 @@ def test_refusals_are_one_line(server: Server) -> None:
         (("--expert-servers", "1"), KEY, 1, "HTTP 409: expert_servers: got 1; --min-replicas"),
         (("--expert-servers", "3"), "wrong", 1, "HTTP 401: wrong or missing admin key"),
         (("--expert-servers", "0"), KEY, 2, "--expert-servers: got 0"),
-        ((), KEY, 2, "--expert-servers, --attention-workers or --prefill-workers"),
+        ((), KEY, 2, "--expert-servers, --attention-workers, --prefill-workers or --cancel: give"),
     ):
         done = scale(server, *flags, key=key)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr

@@ -7,7 +7,6 @@ Tiles of amx_int8 take 16 rows, or the last 9 to 15. Fewer rows are multiplied a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.kernels.test_integers import MIXED, TYPES, compute, drawn, packed
 from tests.support import pairs
 from tests.support.native_kernels import same_bits
 
+from moesaic.commands.machine import examine
 from moesaic.core.weight_types import QUANTIZATIONS
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
@@ -106,7 +106,7 @@ def test_the_largest_codes_fit_into_tiles(dtype: str) -> None:
         assert same_bits(table.pick("cpu", "amx_int8").linear(rows, weight), wanted)
 
 
-@pytest.mark.skipif("_MOESAIC_EMULATE_AMX" not in os.environ, reason="this CPU has tiles")
+@pytest.mark.skipif("amx_bf16" in examine().instruction_sets, reason="this CPU has tiles")
 def test_only_tests_see_emulated_tiles_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "amx_int8" in table.instruction_sets()
     monkeypatch.delenv("_MOESAIC_EMULATE_AMX")

@@ -116,7 +116,7 @@ def test_a_file_that_is_cut_in_the_middle_is_told(path: Path, tmp_path: Path) ->
     byte_tokenizer(tmp_path)
     made = llm(tmp_path, DISK)
     os.truncate(tmp_path / "model.safetensors", 8192)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* it has 8192 bytes instead of"):
         floats(made)
 
 

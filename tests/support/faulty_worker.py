@@ -34,7 +34,9 @@ def faulty(faults: Faults, seed: int) -> Iterator[None]:
     def worker(config: WorkerConfig) -> local.ChildProcess:
         if before is not local.spawn_worker:
             return before(config)
-        return local._spawn("tests.support.faulty_worker", config.to_json(), "worker process")
+        return local.spawn_process(
+            "tests.support.faulty_worker", config.to_json(), "worker process", Path(config.model.model)
+        )
 
     root = str(Path(__file__).parent.parent.parent)
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))

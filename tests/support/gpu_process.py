@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -23,7 +24,8 @@ NAME = "tests.support.gpu_process"
 
 def _worker(config: WorkerConfig) -> local.ChildProcess:
     """In place of that of `cluster.local`."""
-    return local._spawn(NAME, config.to_json(), "worker process", config.devices)
+    model = Path(config.model.model)
+    return local.spawn_process(NAME, config.to_json(), "worker process", model, config.devices)
 
 
 def main() -> int:

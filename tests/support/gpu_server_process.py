@@ -43,7 +43,7 @@ GOOD_RUNS = 4
 
 def started(config: ExpertServerConfig) -> ChildProcess:
     """In place of `cluster.local.spawn_server`."""
-    return local._spawn(NAME, config.to_json(), "expert server", config.devices)
+    return local.spawn_process(NAME, config.to_json(), "expert server", Path(config.model), config.devices)
 
 
 def spoil() -> None:

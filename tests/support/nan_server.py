@@ -37,7 +37,9 @@ def one_broken_server(file: Path) -> Iterator[None]:
     """Of the expert servers that are started inside, one process is broken."""
 
     def server(config: ExpertServerConfig) -> local.ChildProcess:
-        return local._spawn("tests.support.nan_server", config.to_json(), "expert server")
+        return local.spawn_process(
+            "tests.support.nan_server", config.to_json(), "expert server", Path(config.model)
+        )
 
     with patch.dict(os.environ, environment(file)), patch("moesaic.cluster.launcher.spawn_server", server):
         yield

@@ -57,15 +57,23 @@ class ChildProcess:
 def spawn_worker(config: WorkerConfig) -> ChildProcess:
     """Starts an attention worker. It loads in the background and sends Ready on the connection."""
     model = Path(config.model.model)
-    return _spawn("moesaic.runtime", config.to_json(), "worker process", model, config.devices)
+    return spawn_process("moesaic.runtime", config.to_json(), "worker process", model, config.devices)
 
 
 def spawn_server(config: ExpertServerConfig) -> ChildProcess:
     """Starts an expert server. It waits for its first Hold, loads, and sends Holds on the connection."""
-    return _spawn("moesaic.experts", config.to_json(), "expert server", Path(config.model), config.devices)
+    return spawn_process(
+        "moesaic.experts", config.to_json(), "expert server", Path(config.model), config.devices
+    )
 
 
-def _spawn(module: str, config: str, name: str, model: Path, devices: tuple[str, ...] = ()) -> ChildProcess:
+def spawn_process(
+    module: str, config: str, name: str, model: Path, devices: tuple[str, ...] = ()
+) -> ChildProcess:
+    """Starts `python -m module` with `config`, JSON of its kind, and one end of a connection.
+
+    `name` is what errors call the process; `model` is the checkpoint whose files its end is explained by.
+    """
     parent_end, child_end = stream_pair()
     with child_end:
         command = [
