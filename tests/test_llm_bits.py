@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "not recorded": {"enforce_eager": True},
     "on three threads": {"threads": 3},
     "chunks of the prompts": {"max_num_batched_tokens": 11, "max_num_seqs": 5, "block_size": 3},
+    "chunks by their price": {"max_num_batched_tokens": 64, "prefill_step_ms": 0.01, "max_num_seqs": 5},
     "no prefix reuse": {"enable_prefix_caching": False, "block_size": 5},
     "blocks run out": {**FEW_BLOCKS, "max_num_batched_tokens": 24, "max_num_seqs": 8},
 }

@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from moesaic.server.otlp import RequestSpans
     from moesaic.server.service import Service
 
+PREFILL_STEP_MS = 200.0
+"""`--prefill-step-ms` where it is not given. A reader takes a fifth of a second for no pause."""
 SLOW_IMPORTS = ("moesaic.server.app", "moesaic.server.run", "moesaic.server.async_engine")
 
 
@@ -94,6 +97,9 @@ def run(
     processes: ClusterConfig | None = None
     if config.offload is None:
         config, processes = without_plan(config, cluster, offload)
+        if config.scheduler.prefill_step_ms is None and config.server_memory is None:
+            scheduler = replace(config.scheduler, prefill_step_ms=PREFILL_STEP_MS)
+            config = replace(config, scheduler=scheduler)
     if processes is not None and processes.standby_for is not None:
         with _stoppable():
             stand_by(config, processes, server, record, as_json)

@@ -114,6 +114,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Maximum number of tokens, of prompts and answers, computed in one step. Longer prompts are split into
     chunks."""
+    prefill_step_ms: float | None = None
+    """Aim in milliseconds for a step that computes tokens of a prompt while answers wait for their next
+    tokens: chunks of prompts become as small as that takes, but not so small that a token costs much more. A
+    step that no answer waits for may take five times as long. 0: chunks are as large as
+    --max-num-batched-tokens allows. None: 200 with serve, if all experts are in memory, else 0."""
     schedule: Schedule = "lockstep"
     """How attention workers and expert servers work together. barrier: all workers wait for each other at the
     experts of every layer. lockstep: each worker runs its whole batch through the layers, alone. async: a
@@ -349,6 +354,8 @@ class WorkerConfig:
         if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
             rows, seats = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
             raise ConfigError.field("--max-num-batched-tokens", rows, f"at least --max-num-seqs, {seats}")
+        if not 0 <= (self.scheduler.prefill_step_ms or 0) < math.inf:
+            raise ConfigError.field("--prefill-step-ms", self.scheduler.prefill_step_ms, "0 or more")
         at_least("--block-size", self.cache.block_size, 1)
         if self.model.max_model_len is not None:
             at_least("--max-model-len", self.model.max_model_len, 2)

@@ -1,13 +1,15 @@
-"""The speculation of a worker, from its settings and its model."""
+"""What a worker decides by the prices of its steps: drafts, and the size of chunks of prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from moesaic.config import WorkerConfig
 from moesaic.core.speculation import SpeculativeConfig
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter, NoDrafter
+from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PricedPromptRows, PromptRows
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.policy.scheduling.step_prices import StepPrices, work_by_rows
 from moesaic.runtime.model_loading import LoadedModel
@@ -43,8 +45,22 @@ def make_speculation(config: WorkerConfig, model: Model, expert_bytes: int = 0) 
     speculative_config = config.scheduler.speculative_config
     if speculative_config is None:
         return Speculation()
-    parsed_config, spec = SpeculativeConfig.parse(speculative_config), model.spec
+    parsed_config = SpeculativeConfig.parse(speculative_config)
+    prices = StepPrices(_work(model, expert_bytes))
+    return Speculation(make_drafter(parsed_config), parsed_config.num_speculative_tokens, prices)
+
+
+def make_prompt_rows(config: WorkerConfig, model: Model, expert_bytes: int = 0) -> PromptRows:
+    """What limits the chunks of prompts of this worker. expert_bytes: see `make_speculation`."""
+    scheduler = config.scheduler
+    if not scheduler.prefill_step_ms:
+        return AllPromptRows()
+    aim = scheduler.prefill_step_ms / 1000
+    return PricedPromptRows(aim, _work(model, expert_bytes), scheduler.max_num_batched_tokens)
+
+
+def _work(model: Model, expert_bytes: int) -> Callable[[int], float]:
+    """The work of a step by its rows, see `work_by_rows`."""
     other_bytes = replace(model, experts={}).num_bytes
     experts = model.num_bytes - other_bytes + expert_bytes
-    prices = StepPrices(work_by_rows(other_bytes, experts, spec.num_experts, spec.top_k))
-    return Speculation(make_drafter(parsed_config), parsed_config.num_speculative_tokens, prices)
+    return work_by_rows(other_bytes, experts, model.spec.num_experts, model.spec.top_k)

@@ -31,6 +31,7 @@ from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
+from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
@@ -39,7 +40,7 @@ from moesaic.policy.scheduling.schedulers.server_setup import IN_ROUNDS, SEPARAT
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
 from moesaic.runtime.context import AskingParts, WorkerContext, WorkerParts
-from moesaic.runtime.drafting import add_room_for_drafts, make_speculation, uses_mtp
+from moesaic.runtime.drafting import add_room_for_drafts, make_prompt_rows, make_speculation, uses_mtp
 from moesaic.runtime.model_loading import (
     LoadedModel,
     check_gpu_sharing,
@@ -86,14 +87,15 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     stages = _stages(config, loaded_model, size)
     experts = DirectExperts(loaded_model.model.experts, loaded_model.kernels, limits.max_num_batched_tokens)
     runner = _runner(context, stages, experts)
-    inflight = config.scheduler.inflight_batches
     speculation = make_speculation(config, loaded_model.model)
+    prompt_rows = make_prompt_rows(config, loaded_model.model)
+    blocks = make_block_pool(config.cache, size)
     return WorkerParts(
         loaded_model,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, make_block_pool(config.cache, size), inflight, speculation),
+        LockstepScheduler(limits, blocks, config.scheduler.inflight_batches, speculation, prompt_rows),
         stages.memory,
         recorder=build_recorder(config, loaded_model.model.spec, context.routing),
         routes=TokenRoutes(loaded_model.model.spec.moe_layers)
@@ -135,8 +137,8 @@ def with_servers(
     if config.model.cudagraph_mode == "full":
         clients = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
-    blocks = make_block_pool(config.cache, size)
-    scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
+    rules = speculation, make_prompt_rows(config, loaded_model.model, layout.num_bytes), decisions
+    scheduler = _scheduler(context, make_block_pool(config.cache, size), len(layout.model_layers), *rules)
     return WorkerParts(
         loaded_model,
         choose_kv_dtype(config.cache, loaded_model),
@@ -246,20 +248,22 @@ def _scheduler(
     blocks: KVBlocks,
     num_routed_layers: int,
     speculation: Speculation,
+    prompt_rows: PromptRows,
     decisions: Decisions,
 ) -> Scheduler:
     """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed
     experts."""
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
-        return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation)
+        return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation, prompt_rows)
     if scheduling.schedule == "barrier":
-        return BarrierScheduler(limits, blocks, speculation)
+        return BarrierScheduler(limits, blocks, speculation, prompt_rows)
     if scheduling.schedule != "async" and scheduling.schedule != "auto":
         assert_never(scheduling.schedule)  # a new schedule must not become an asynchronous one in silence
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = queue_policy(scheduling.schedule, scheduling.queue_policy, urgency, history)
-    return AsyncScheduler(limits, blocks, policy, num_routed_layers, decisions.top_k, decisions, speculation)
+    arguments = policy, num_routed_layers, decisions.top_k, decisions, speculation, prompt_rows
+    return AsyncScheduler(limits, blocks, *arguments)
 
 
 def _remote(

@@ -70,6 +70,7 @@ def check(config: WorkerConfig) -> None:
         ("--combine", scheduler.combine, "exact"),
         ("--record-routing", config.record, None),
         ("--speculative-config", scheduler.speculative_config, None),
+        ("--prefill-step-ms", scheduler.prefill_step_ms, None),
     ):
         if value != allowed_value:
             allowed_text = "nothing" if allowed_value is None else str(allowed_value)

@@ -3,7 +3,7 @@
 A step is filled in this order, until requests, rows or KV blocks run out:
 
  1. Every running sequence that lacks one row (decode). So no prompt delays another request's next token.
- 2. The other running sequences. Each gets as large a chunk as the step has rows for.
+ 2. The other running sequences. Each gets as large a chunk as the step has rows for (`prompt_rows`).
  3. Waiting requests, in order of arrival. None overtakes another.
 
 Invariant: every running request arrived before every waiting one. Admission takes the first request of the
@@ -34,6 +34,7 @@ from typing import Protocol
 from moesaic.core.errors import ConfigError, RequestError
 from moesaic.core.request import Request
 from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PromptRows
 from moesaic.policy.scheduling.sequence import Sequence, Stage
 from moesaic.policy.scheduling.speculation import Speculation
 
@@ -98,8 +99,17 @@ class ScheduledStep:
 class ContinuousBatching:
     """The queues of running and waiting requests. It owns the stage of every sequence."""
 
-    def __init__(self, limits: BatchLimits, blocks: KVBlocks, speculation: Speculation | None = None) -> None:
-        """speculation: drafts tokens for steps without prompts. None: none are drafted."""
+    def __init__(
+        self,
+        limits: BatchLimits,
+        blocks: KVBlocks,
+        speculation: Speculation | None = None,
+        prompt_rows: PromptRows | None = None,
+    ) -> None:
+        """speculation: drafts tokens for steps without prompts. None: none are drafted.
+
+        prompt_rows: limits the prompt tokens of a step. None: the step's room does.
+        """
         if blocks.num_blocks * blocks.block_size < limits.max_model_len:
             raise ConfigError.field(
                 "max_model_len",
@@ -109,6 +119,7 @@ class ContinuousBatching:
         self.limits = limits
         self.blocks = blocks
         self.speculation = speculation or Speculation()
+        self.prompt_rows = prompt_rows or AllPromptRows()
         self.running: dict[int, Sequence] = {}
         """Running sequences by request id, in order of arrival."""
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
@@ -195,6 +206,9 @@ class ContinuousBatching:
         running = [s for s in self.running.values() if s.request_id not in busy and s not in stalled]
         chunks = [(sequence, 1) for sequence in running if sequence.num_pending == 1][: max(0, rows)]
         rows = max(0, rows - len(chunks))
+        if rows and (self.waiting or len(running) > len(chunks)):
+            num_answers = sum(sequence.num_generated > 0 for sequence in self.running.values())
+            rows = self.prompt_rows.limit(rows, num_answers)
         for sequence in running:
             if rows and sequence.num_pending > 1:
                 chunks.append((sequence, self._chunk(sequence, rows)))

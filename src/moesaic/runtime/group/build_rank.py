@@ -34,7 +34,7 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime import in_memory, memory_levels, offloaded_worker, out_of_memory
 from moesaic.runtime.cache_size import compute_cache_size, free_memory, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
-from moesaic.runtime.drafting import add_room_for_drafts, make_speculation, uses_mtp
+from moesaic.runtime.drafting import add_room_for_drafts, make_prompt_rows, make_speculation, uses_mtp
 from moesaic.runtime.group import offloaded_group, shared_attention
 from moesaic.runtime.group.collective_layouts import (
     AllReduce,
@@ -254,7 +254,12 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, blocks, speculation=speculation),
+        LockstepScheduler(
+            limits,
+            blocks,
+            speculation=speculation,
+            prompt_rows=make_prompt_rows(config, loaded_model.model),
+        ),
         runner.memory,
         images=_images(config, runner.memory, group, launcher),
         expert_stats=runner.stats,

@@ -29,6 +29,7 @@ from moesaic.policy.scheduling.batching import BatchLimits, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.microqueue import QueuePolicy
 from moesaic.policy.scheduling.minimum_batch import Load
+from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Event,
@@ -95,14 +96,15 @@ class AsyncScheduler:
         top_k: int,
         gather: GatherRule | None = None,
         speculation: Speculation | None = None,
+        prompt_rows: PromptRows | None = None,
     ) -> None:
         """routed_layers: layers with routed experts. There is one segment more.
 
         gather: when a run may begin while rows are with the experts. The default lets every run begin.
-        speculation: drafts tokens. None: none are drafted.
+        speculation, prompt_rows: see ContinuousBatching.
         """
         self._limits = limits
-        self._batching = ContinuousBatching(limits, blocks, speculation)
+        self._batching = ContinuousBatching(limits, blocks, speculation, prompt_rows)
         self._blocks = blocks
         self._policy = policy
         self._segments = routed_layers + 1
@@ -277,7 +279,7 @@ class AsyncScheduler:
         self._run_seconds += now - flight.start_time
         units = self._table.get_units(flight.slots)
         for unit in units:
-            self._count(unit)
+            self._count(unit, now)
             self._end(unit.sequence.request_id)
             self._table.remove(unit)
         chunks = [(unit.sequence, unit.rows) for unit in units]
@@ -313,11 +315,12 @@ class AsyncScheduler:
         self._flight, self._last_run_end = None, now
         return flight
 
-    def _count(self, unit: Unit) -> None:
+    def _count(self, unit: Unit, now: float) -> None:
         if unit.sequence.num_pending == 1 and unit.sequence.num_generated > 0:
             self._decode_tokens += unit.rows
         else:
             self._prefill_tokens += unit.rows
+            self._batching.prompt_rows.record_step(unit.rows + unit.rows_beside, now - unit.begin_time)
 
     # ---- the next run
 
@@ -341,8 +344,9 @@ class AsyncScheduler:
         if room <= 0 or (all_have_units and not self._batching.may_admit):
             return []
         schedule = self._batching.schedule(now, self._units.keys(), room)
+        rows_in_step = self._rows + sum(rows for _, rows in schedule.chunks)
         units = [
-            self._table.add(sequence, rows, decode=rows == 1 + len(sequence.draft_tokens))
+            self._table.add(sequence, rows, rows == 1 + len(sequence.draft_tokens), now, rows_in_step - rows)
             for sequence, rows in schedule.chunks
         ]
         self._units.update((unit.sequence.request_id, unit) for unit in units)

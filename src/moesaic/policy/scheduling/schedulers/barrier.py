@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     BarrierPassed,
@@ -28,8 +29,14 @@ class BarrierScheduler(LockstepScheduler):
     The barrier opens when every worker has arrived and at least one of them has work.
     """
 
-    def __init__(self, limits: BatchLimits, blocks: KVBlocks, speculation: Speculation | None = None) -> None:
-        super().__init__(limits, blocks, speculation=speculation)
+    def __init__(
+        self,
+        limits: BatchLimits,
+        blocks: KVBlocks,
+        speculation: Speculation | None = None,
+        prompt_rows: PromptRows | None = None,
+    ) -> None:
+        super().__init__(limits, blocks, speculation=speculation, prompt_rows=prompt_rows)
         self._open = False
         self._reported_work: bool | None = None
         """The value of `work` that this worker reported at the barrier of this step. None before it arrived.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from moesaic.core.metrics import WorkerStats
 from moesaic.policy.scheduling.batching import BatchLimits, Chunk, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Event,
@@ -58,9 +59,10 @@ class LockstepScheduler:
         blocks: KVBlocks,
         inflight: int = 1,
         speculation: Speculation | None = None,
+        prompt_rows: PromptRows | None = None,
     ) -> None:
-        """inflight: number of steps that run at once. speculation: drafts tokens. None: none are drafted."""
-        self._batching = ContinuousBatching(limits, blocks, speculation)
+        """inflight: number of steps that run at once. speculation, prompt_rows: see ContinuousBatching."""
+        self._batching = ContinuousBatching(limits, blocks, speculation, prompt_rows)
         self._blocks = blocks
         self._inflight = inflight
         self._flights: dict[int, _Flight] = {}
@@ -145,6 +147,8 @@ class LockstepScheduler:
         decodes = sum(n for s, n in flight.chunks if s.num_pending == 1 and s.num_generated > 0)
         if rows and decodes == rows:
             self._batching.speculation.record_step(rows, seconds)
+        elif rows:
+            self._batching.prompt_rows.record_step(rows, seconds)
         self._steps += 1
         self._decode_tokens += decodes
         self._prefill_tokens += rows - decodes

@@ -34,6 +34,9 @@ class Unit:
     decode: bool
     """Whether it is not a chunk of a prompt."""
     slot: int
+    begin_time: float
+    rows_beside: int
+    """Rows of other units in flight when it began."""
 
 
 class UnitTable:
@@ -60,11 +63,13 @@ class UnitTable:
         self._states: IntArray = np.zeros((0, STATE_FIELDS), dtype=np.int64)
         """[slots, 4] see TokenBatch.states. It has no lines if sequences have no states."""
 
-    def add(self, sequence: Sequence, rows: int, decode: bool) -> Unit:
+    def add(
+        self, sequence: Sequence, rows: int, decode: bool, begin_time: float = 0.0, rows_beside: int = 0
+    ) -> Unit:
         """A new unit, which no run has computed."""
         if not self._free:
             self._grow(max(8, 2 * len(self.units)))
-        unit = Unit(sequence, rows, decode, self._free.pop())
+        unit = Unit(sequence, rows, decode, self._free.pop(), begin_time, rows_beside)
         self.units[unit.slot] = unit
         self.run[unit.slot], self.rows[unit.slot] = NO_RUN, rows
         return unit
