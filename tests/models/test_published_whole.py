@@ -18,13 +18,14 @@ from tests.support.model_driver import Driver
 
 from moesaic.commands import doctor_model
 from moesaic.commands.model_options import Doctor
-from moesaic.commands.model_report import judge
+from moesaic.commands.model_report import judge, show
 from moesaic.core.errors import CheckpointError
 from moesaic.core.text_config import WRAPPERS, read_text_config
 from moesaic.kernels.table import pick
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import IndexClaims
 from moesaic.models.families import MODELS
+from moesaic.planning.sizes import read_config_sizes
 
 FOLDER = Path(__file__).parent / "published"
 BESIDE = {
@@ -90,6 +91,31 @@ def test_doctor_judges_a_published_config(name: str, tmp_path: Path) -> None:
         return
     assert not report.problems, report.problems
     assert report.spec is not None and report.sizes is not None and report.sizes_error is None
+
+
+def test_what_a_config_leaves_unquantised_has_the_price_of_bf16() -> None:
+    sizes = read_config_sizes(read("moonshotai/Kimi-K2.5"), "k")
+    assert sizes.quantized_dtype == "int4_g32"
+    assert sizes.other_bytes == 2 * sizes.other_parameters + 2 * sizes.gates  # gates are float32
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ["int8_g128 (GPTQ", "int4_g128 (GPTQ"]),
+        ("allenai/OLMoE-1B-7B-0125", ["int8_g128 (GPTQ", "int4_g128 (GPTQ"]),
+        ("openai/gpt-oss-20b", ["bfloat16", "mxfp4_e8m0 (this"]),
+    ],
+)
+def test_doctor_lists_versions_as_they_are_published(
+    name: str, listed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = doctor_model.examine_model(Doctor(str(FILES[name]), hardware="none"), tmp_path)
+    show(report)
+    printed = capsys.readouterr().out
+    assert all(version in printed for version in listed)
+    assert not re.search(r"_offset|^ int[48] ", printed, re.MULTILINE)
+    assert ("GPTQ" in printed) == ("GPTQ" in "".join(listed))
 
 
 @pytest.mark.parametrize("name", BY_HAND)

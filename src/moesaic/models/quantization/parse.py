@@ -38,6 +38,8 @@ MODELOPT = "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
 """The file in which older versions of ModelOpt say how a checkpoint is quantised."""
 OTHER_FORMATS = "allowed: the model itself, or its version in FP8, GPTQ, AWQ, compressed-tensors or GGUF"
+PLAIN_KEYS = ("ignore", "ignored_layers", "modules_to_not_convert")
+"""Keys of a quantization_config with names of modules that are not quantised."""
 CACHE_KEY = "kv_cache_scheme"
 SKIP_REASONS: Mapping[str, str] = {
     STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
@@ -117,6 +119,30 @@ def _find_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
     quantization = raw.get("quantization_config")
     return quantization if isinstance(quantization, dict) else {}
+
+
+def is_left_plain(raw: Mapping[str, Any], module: str) -> bool:
+    """Whether a parsed config.json names a module among those that are not quantised.
+
+    Only prices ask this: what is read follows the tensors. module: as "model.layers.0.self_attn.o_proj".
+    """
+    quantization = _find_quantization(raw)
+    names = [name for key in PLAIN_KEYS if isinstance(names := quantization.get(key), list) for name in names]
+    return any(isinstance(name, str) and _is_named(module, name) for name in names)
+
+
+def _is_named(module: str, name: str) -> bool:
+    """Whether a name, a part of a name between dots, or a pattern behind "re:" means a module.
+
+    >>> [_is_named("model.layers.0.self_attn.o_proj", x) for x in ("self_attn", "attn", "re:.*self_attn.*")]
+    [True, False, True]
+    """
+    if not name.startswith("re:"):
+        return f".{name.strip('.')}." in f".{module}."
+    try:
+        return re.match(name.removeprefix("re:"), module) is not None
+    except re.error:
+        return False
 
 
 def read_skipped_patterns(path: Path) -> tuple[str, ...]:
