@@ -22,10 +22,15 @@ from moesaic.cost.reading import read
 from moesaic.cost.sizes import Latent, ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
-from moesaic.models.conversion import DECOMPRESSED, conversion_of, read_by_config, scratch_of
+from moesaic.models.conversion import (
+    DECOMPRESSED,
+    conversion_of,
+    is_left_plain,
+    read_by_config,
+    scratch_of,
+)
 from moesaic.models.conversion import type_by_config as type_by_config
 from moesaic.models.headers import INDEX, SINGLE, Headers
-from moesaic.models.quantization.parse import is_left_plain
 
 ROW_BYTES = 4.0
 """Bytes of one number of a row, which is float32. On a CPU cached numbers are float32 by default, too."""
