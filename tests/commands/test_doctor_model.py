@@ -489,8 +489,18 @@ MLX = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"g
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "MLX": (MLX, "", "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or"),
+    "MLX, one key": (
+        {"quantization_config": MLX["quantization"]},
+        "",
+        "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or",
+    ),
     "ModelOpt": (
         MODELOPT,
+        "",
+        "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
+    ),
+    "ModelOpt, nested": (
+        {"quantization_config": {"quantization": {"quant_algo": "NVFP4"}}},
         "",
         "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
     ),

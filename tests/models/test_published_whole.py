@@ -25,9 +25,10 @@ from moesaic.kernels.table import pick
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import IndexClaims
 from moesaic.models.families import MODELS
-from moesaic.planning.sizes import read_config_sizes
+from moesaic.planning.sizes import read_config_sizes, type_by_config
 
 FOLDER = Path(__file__).parent / "published"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BESIDE = {
     file.stem.replace("--", "/"): json.loads(file.read_text())
     for file in sorted((FOLDER / "beside").glob("*.json"))
@@ -156,6 +157,33 @@ def test_each_family_has_a_published_config_or_is_named() -> None:
     kinds = {read(name)["model_type"] for name in COMPARED}
     assert kinds | NOT_HERE == MODELS.keys() | WRAPPERS.keys()
     assert not kinds & NOT_HERE
+
+
+def test_the_page_marks_families_without_a_published_config() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Families\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    marked = {name for row in rows if "not compared" in row for name in re.findall(r"`(\w+)`", row)[:1]}
+    assert marked == NOT_HERE and len(rows) > 20
+
+
+def test_the_page_marks_formats_without_a_published_config() -> None:
+    published = set[tuple[str, str]]()
+    for name in QUANTISED:
+        quantization, spec = shrunk.find_quantization(read(name)), registry.understand(read(name), FOLDER)
+        expert_type = type_by_config(read(name), spec.hidden_size, spec.expert_width)
+        assert quantization is not None and expert_type is not None
+        published.add((quantization["quant_method"], expert_type))
+    table = PAGE.read_text(encoding="utf-8").partition("| published config |\n")[2].partition("\n\n")[0]
+    for row in table.splitlines()[1:]:
+        _, stored, memory, _, mark, _ = row.split("|")
+        has_config = any(
+            f"`{method}`" in stored
+            and (
+                expert_type in memory or "these" in memory or (expert_type[:4] == "int4" and "int4" in memory)
+            )
+            for method, expert_type in published
+        )
+        assert mark.strip() == ("yes" if has_config else "not compared"), row
 
 
 @pytest.mark.parametrize(

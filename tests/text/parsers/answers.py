@@ -118,6 +118,15 @@ COMPLETE = {
         (("get_weather", ESCAPED_LINES),),
         ids=("functions.get_weather:0",),
     ),
+    "kimi_k2 section misspelled": Answer(
+        "kimi_k2",
+        f"<|tool_call_section_begin|>{KIMI.format(0, '{}')}<|tool_call_section_end|>",
+        (("get_weather", "{}"),),
+        ids=("functions.get_weather:0",),
+    ),
+    "kimi_k2 misspelled section in the text": Answer(
+        "kimi_k2", "A <|tool_call_section_begin|> is.", (), "A <|tool_call_section_begin|> is."
+    ),
     "openai raw lines": Answer(
         "openai",
         ANALYSIS + CALL.format(RAW_LINES),

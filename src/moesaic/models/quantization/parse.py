@@ -57,18 +57,21 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     Raises CheckpointError that names the key, the value and what is allowed.
     """
     inner = raw.get(TEXT)
-    if "quantization_config" not in raw and isinstance(inner, dict):
-        raw = inner
-    if isinstance(raw.get("quantization"), dict) and "group_size" in raw["quantization"]:
+    configs = [raw, inner] if isinstance(inner, dict) else [raw]
+    if any(map(_is_mlx, configs)):
         raise CheckpointError(f"config.json: quantization: this is an MLX checkpoint; {OTHER_FORMATS}")
+    raw = raw if "quantization_config" in raw else configs[-1]
     if is_unquantized(raw):
         return None
     quantization = raw["quantization_config"]
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if method == GGUF and isinstance(quantization, dict):
         return gguf.parse(Fields(quantization, "quantization_config."))
-    if isinstance(quantization, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in quantization):
-        algorithm = shorten(repr(quantization.get("quant_algo", method)))
+    settings = quantization
+    if isinstance(quantization, dict) and isinstance(quantization.get("quantization"), dict):
+        settings = quantization["quantization"]
+    if isinstance(settings, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in settings):
+        algorithm = shorten(repr(settings.get("quant_algo", method)))
         raise CheckpointError(
             f"config.json: quantization_config: this is a ModelOpt checkpoint ({algorithm}); {OTHER_FORMATS}"
         )
@@ -79,6 +82,17 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
             f"allowed: {allowed_methods}"
         )
     return METHODS[method](Fields(quantization, "quantization_config."))
+
+
+def _is_mlx(config: Mapping[str, Any]) -> bool:
+    """Whether a config has MLX's settings, which name no method, under one of its two keys."""
+    return any(
+        isinstance(settings := config.get(key), dict)
+        and "group_size" in settings
+        and "bits" in settings
+        and "quant_method" not in settings
+        for key in ("quantization", "quantization_config")
+    )
 
 
 def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
