@@ -18,10 +18,10 @@ from tests.models import test_published as published
 from moesaic.cost.hardware import GIB, Hardware, from_tables
 from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
-from moesaic.planning.outlook import choose_lengths, format_of, predict_speeds
+from moesaic.planning.outlook import choose_lengths, predict_speeds
 from moesaic.planning.plan import NEAR_SHARE
 from moesaic.planning.search import MIB, Job, JobSearch
-from moesaic.planning.sizes import ROW_BYTES, in_format
+from moesaic.planning.sizes import ROW_BYTES, in_format, read_config_sizes
 from moesaic.policy.offloading.pipeline import Schedule
 from moesaic.policy.offloading.planner import SearchLimits
 
@@ -45,40 +45,55 @@ class Row:
     hub_id: str
     config: Mapping[str, Any]
     """Its config.json, without a quantization_config."""
-    stored: str
-    """How its files are stored, for people."""
-    type: str = "bfloat16"
-    """Type of its routed experts in memory: a name of `core.weight_types`."""
-    other_type: str | None = None
-    """That of half of its layers, where they have smaller experts."""
+    stored: str = "bf16"
+    """How its files are stored: a name of QUANTIZATIONS, or "bf16"."""
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """Its config.json."""
+        quantization = QUANTIZATIONS.get(self.stored)
+        return (
+            {**self.config} if quantization is None else {**self.config, "quantization_config": quantization}
+        )
 
 
-BF16, FP8, MXFP4 = "bf16", "FP8", "MXFP4"
+BF16, FP8, MXFP4, GPTQ, GGUF = "bf16", "FP8", "MXFP4", "int4 (GPTQ)", "GGUF Q4_K_M"
+QUANTIZATIONS: Mapping[str, Mapping[str, Any]] = {
+    FP8: {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    MXFP4: {"quant_method": "mxfp4"},
+    GPTQ: {"bits": 4, "desc_act": False, "group_size": 128, "quant_method": "gptq", "sym": True},
+}
+"""How files are stored -> the quantization_config. GGUF files have none."""
 ROWS = (
-    Row("ibm-granite/granite-3.0-1b-a400m-instruct", published.GRANITE_3_1B, BF16),
-    Row("allenai/OLMoE-1B-7B-0924-Instruct", published.OLMOE_1B_7B, BF16),
-    Row("LiquidAI/LFM2-8B-A1B", published.LFM2_8B_A1B, BF16),
-    Row("openai/gpt-oss-20b", published.GPT_OSS_20B, MXFP4, "mxfp4_e8m0"),
-    Row("Qwen/Qwen1.5-MoE-A2.7B-Chat", published.QWEN1_5_MOE_A2_7B, BF16),
-    Row("deepseek-ai/DeepSeek-V2-Lite-Chat", published.DEEPSEEK_V2_LITE, BF16),
-    Row("moonshotai/Moonlight-16B-A3B-Instruct", published.MOONLIGHT, BF16),
-    Row("baidu/ERNIE-4.5-21B-A3B-PT", published.ERNIE_4_5_21B, BF16),
-    Row("Qwen/Qwen3-30B-A3B-GPTQ-Int4", published.QWEN3_30B_A3B, "int4 (GPTQ)", "int4_offset"),
-    Row("Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", published.QWEN3_30B_A3B, "GGUF Q4_K_M", "q4_k+q6_k", "q4_k"),
-    Row("Qwen/Qwen3-30B-A3B-FP8", published.QWEN3_30B_A3B, FP8, "fp8"),
-    Row("Qwen/Qwen3-30B-A3B", published.QWEN3_30B_A3B, BF16),
-    Row("zai-org/GLM-4.7-Flash", published.GLM_4_7_FLASH, BF16),
-    Row("Qwen/Qwen3.5-35B-A3B-FP8", published.QWEN3_5_35B_A3B, FP8, "fp8"),
-    Row("Qwen/Qwen3.5-35B-A3B", published.QWEN3_5_35B_A3B, BF16),
-    Row("mistralai/Mixtral-8x7B-Instruct-v0.1", published.MIXTRAL_8X7B, BF16),
-    Row("openai/gpt-oss-120b", published.GPT_OSS_120B, MXFP4, "mxfp4_e8m0"),
-    Row("Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", published.QWEN3_NEXT_80B_A3B, FP8, "fp8"),
-    Row("Qwen/Qwen3-Next-80B-A3B-Instruct", published.QWEN3_NEXT_80B_A3B, BF16),
-    Row("zai-org/GLM-4.5-Air-FP8", published.GLM_4_5_AIR, FP8, "fp8"),
-    Row("zai-org/GLM-4.5-Air", published.GLM_4_5_AIR, BF16),
-    Row("MiniMaxAI/MiniMax-M2", published.MINIMAX_M2, FP8, "fp8"),
-    Row("deepseek-ai/DeepSeek-V3, DeepSeek-R1", published.DEEPSEEK_V3, FP8, "fp8"),
-    Row("moonshotai/Kimi-K2-Instruct", published.KIMI_K2, FP8, "fp8"),
+    Row("ibm-granite/granite-3.0-1b-a400m-instruct", published.GRANITE_3_1B),
+    Row("allenai/OLMoE-1B-7B-0924-Instruct", published.OLMOE_1B_7B),
+    Row("LiquidAI/LFM2-8B-A1B", published.LFM2_8B_A1B),
+    Row("openai/gpt-oss-20b", published.GPT_OSS_20B, MXFP4),
+    Row("Qwen/Qwen1.5-MoE-A2.7B-Chat", published.QWEN1_5_MOE_A2_7B),
+    Row("deepseek-ai/DeepSeek-V2-Lite-Chat", published.DEEPSEEK_V2_LITE),
+    Row("moonshotai/Moonlight-16B-A3B-Instruct", published.MOONLIGHT),
+    Row("baidu/ERNIE-4.5-21B-A3B-PT", published.ERNIE_4_5_21B),
+    Row("Qwen/Qwen3-30B-A3B-GPTQ-Int4", published.QWEN3_30B_A3B, GPTQ),
+    Row("Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M", published.QWEN3_30B_A3B, GGUF),
+    Row("Qwen/Qwen3-30B-A3B-FP8", published.QWEN3_30B_A3B, FP8),
+    Row("Qwen/Qwen3-30B-A3B", published.QWEN3_30B_A3B),
+    Row("zai-org/GLM-4.7-Flash", published.GLM_4_7_FLASH),
+    Row("Qwen/Qwen3.5-35B-A3B-FP8", published.QWEN3_5_35B_A3B, FP8),
+    Row("Qwen/Qwen3.5-35B-A3B", published.QWEN3_5_35B_A3B),
+    Row("mistralai/Mixtral-8x7B-Instruct-v0.1", published.MIXTRAL_8X7B),
+    Row("openai/gpt-oss-120b", published.GPT_OSS_120B, MXFP4),
+    Row("Qwen/Qwen3-Next-80B-A3B-Instruct-FP8", published.QWEN3_NEXT_80B_A3B, FP8),
+    Row("Qwen/Qwen3-Next-80B-A3B-Instruct", published.QWEN3_NEXT_80B_A3B),
+    Row("zai-org/GLM-4.5-Air-FP8", published.GLM_4_5_AIR, FP8),
+    Row("zai-org/GLM-4.5-Air", published.GLM_4_5_AIR),
+    Row("MiniMaxAI/MiniMax-M2", published.MINIMAX_M2, FP8),
+    Row("deepseek-ai/DeepSeek-V3, DeepSeek-R1", published.DEEPSEEK_V3, FP8),
+    Row("moonshotai/Kimi-K2-Instruct", published.KIMI_K2, FP8),
 )
 
 
@@ -107,15 +122,12 @@ def machine(name: str) -> Hardware:
     return from_tables(tomllib.loads((ROOT / "examples" / f"{name}.toml").read_text(encoding="utf-8")))
 
 
-def sizes(config: Mapping[str, Any], kind: str, other_kind: str | None = None) -> ModelSizes:
-    """The sizes of a model in memory on a CPU. kind: type of its routed experts there. other_kind: as
-    `Row.other_type`."""
-    model = read(dict(config), "table")
-    first = in_format(model, kind, gpu=False)
-    if other_kind is None:
-        return first
-    second = in_format(model, other_kind, gpu=False)
-    return replace(first, mean_expert=(first.expert_bytes + second.expert_bytes) / 2)
+def sizes(row: Row) -> ModelSizes:
+    """The sizes of a model in memory on a CPU. Half of the layers of Q4_K_M have larger experts."""
+    if row.stored != GGUF:
+        return replace(read_config_sizes(row.raw, "table"), activation_number=ROW_BYTES)
+    larger, smaller = (in_format(read(row.raw, "table"), kind, gpu=False) for kind in ("q4_k+q6_k", "q4_k"))
+    return replace(larger, mean_expert=(larger.expert_bytes + smaller.expert_bytes) / 2)
 
 
 def in_memory(model: ModelSizes, hardware: Hardware) -> float | None:
@@ -161,8 +173,8 @@ def priced() -> Iterator[str]:
     yield "| model (hub id) | format | weights, GiB | two cores, tokens/s | server, tokens/s | speed is |"
     yield "|---|---|---:|---:|---:|---|"
     for row in ROWS:
-        model = sizes(row.config, row.type, row.other_type)
-        weights = f"{format_of(model, row.type).weight_bytes / GIB:.1f}"
+        model = sizes(row)
+        weights = f"{model.weights / GIB:.1f}"
         cells = " | ".join(cell(model, one) for one in machines)
         yield f"| `{row.hub_id}` | {row.stored} | {weights} | {cells} | priced |"
 
@@ -173,8 +185,8 @@ def measured() -> Iterator[str]:
     yield "| made checkpoint | format | weights, GiB | on | measured, tokens/s | priced on two cores |"
     yield "|---|---|---:|---|---:|---:|"
     for one in MEASURED:
-        model = sizes(SHAPES[one.shape], "bfloat16")
-        weights = f"{format_of(model, 'bfloat16').weight_bytes / GIB:.1f}"
+        model = sizes(Row(one.shape, SHAPES[one.shape]))
+        weights = f"{model.weights / GIB:.1f}"
         price = cell(model, hardware)
         yield f"| `{one.shape}` | {BF16} | {weights} | {one.machine} | {one.tokens} | {price} |"
 

@@ -50,6 +50,7 @@ def has_called(answer: dict[str, Any]) -> bool:
 @pytest.mark.slow
 def test_every_curl_of_the_pages_is_answered() -> None:
     curls = list(list_curls())
+    assert len(curls) == sum(page.read_text(encoding="utf-8").count("curl http") for page in PAGES)
     assert {word.removeprefix("http://localhost:8000") for _, word, *_ in curls} >= {
         "/v1/chat/completions",
         "/v1/messages",

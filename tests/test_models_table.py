@@ -13,21 +13,10 @@ from scripts.models_table import MEASURED, ROOT, ROWS, Row
 from moesaic.commands import cli
 from moesaic.kernels import table
 
-FP8 = {
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-    }
-}
-MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
-CONFIGS = {"bf16": {}, "FP8": FP8, "MXFP4": MXFP4}
-
 
 def told_by_doctor(row: Row, machine: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     config = folder / "config.json"
-    config.write_text(json.dumps({**row.config, **CONFIGS[row.stored]}))
+    config.write_text(json.dumps(row.raw))
     file = str(ROOT / "examples" / f"{machine}.toml")
     cli.main(["doctor", str(config), "--hardware", file, "--json"])
     return json.loads(capsys.readouterr().out)
@@ -40,14 +29,20 @@ def test_the_page_has_the_table_of_today() -> None:
 
 @pytest.mark.skipif(not table.pick("cpu").can_use_quantized, reason="kernels are not compiled")
 @pytest.mark.parametrize(
-    "hub_id", ["allenai/OLMoE-1B-7B-0924-Instruct", "Qwen/Qwen3-30B-A3B-FP8", "openai/gpt-oss-20b"]
+    "hub_id",
+    [
+        "allenai/OLMoE-1B-7B-0924-Instruct",
+        "Qwen/Qwen3-30B-A3B-FP8",
+        "Qwen/Qwen3-30B-A3B-GPTQ-Int4",
+        "openai/gpt-oss-20b",
+    ],
 )
 def test_doctor_says_the_same(hub_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [row] = [row for row in ROWS if row.hub_id == hub_id]
     told = told_by_doctor(row, "server", tmp_path, capsys)
-    model, server = models_table.sizes(row.config, row.type), models_table.machine("server")
-    [weights] = [one["weights"] for one in told["formats"] if one["experts_as"] == row.type]
-    assert weights == models_table.format_of(model, row.type).weight_bytes
+    model, server = models_table.sizes(row), models_table.machine("server")
+    [weights] = [one["weights"] for one in told["formats"] if one["experts_as"] == told["stored"]["type"]]
+    assert weights == model.weights
     assert told["speeds"][0]["answers"] == pytest.approx(models_table.in_memory(model, server))
 
 
@@ -59,7 +54,6 @@ def test_measured_figures_are_those_of_the_benchmarks() -> None:
 def test_a_price_is_near_what_was_measured() -> None:
     hardware = models_table.machine("two-cores")
     for one in MEASURED:
-        price = models_table.in_memory(
-            models_table.sizes(models_table.SHAPES[one.shape], "bfloat16"), hardware
-        )
+        row = Row(one.shape, models_table.SHAPES[one.shape])
+        price = models_table.in_memory(models_table.sizes(row), hardware)
         assert price is not None and 0.7 < price / one.tokens < 1.3

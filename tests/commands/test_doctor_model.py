@@ -103,6 +103,7 @@ def test_a_checkpoint_that_is_here(capsys: pytest.CaptureFixture[str], machine: 
 def test_every_type_of_experts_has_a_row(capsys: pytest.CaptureFixture[str], machine: Path) -> None:
     found = examined(capsys, "demo", "--hardware", machine)
     listed = [dtype for dtype in NATIVE_DTYPES if dtype not in BLOCK_TYPES]
+    listed.append("int4_g64")  # the widest groups of its rows
     assert [row["experts_as"] for row in found["formats"]] == listed
     assert all(row["fits"] and row["weights"] == row["experts"] + row["other"] for row in found["formats"])
 
@@ -488,8 +489,18 @@ MLX = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"g
 MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "MLX": (MLX, "", "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or"),
+    "MLX, one key": (
+        {"quantization_config": MLX["quantization"]},
+        "",
+        "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or",
+    ),
     "ModelOpt": (
         MODELOPT,
+        "",
+        "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
+    ),
+    "ModelOpt, nested": (
+        {"quantization_config": {"quantization": {"quant_algo": "NVFP4"}}},
         "",
         "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
     ),

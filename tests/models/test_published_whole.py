@@ -18,15 +18,17 @@ from tests.support.model_driver import Driver
 
 from moesaic.commands import doctor_model
 from moesaic.commands.model_options import Doctor
-from moesaic.commands.model_report import judge
+from moesaic.commands.model_report import judge, show
 from moesaic.core.errors import CheckpointError
 from moesaic.core.text_config import WRAPPERS, read_text_config
 from moesaic.kernels.table import pick
 from moesaic.models import files, registry
 from moesaic.models.checkpoint import IndexClaims
 from moesaic.models.families import MODELS
+from moesaic.planning.sizes import read_config_sizes, type_by_config
 
 FOLDER = Path(__file__).parent / "published"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BESIDE = {
     file.stem.replace("--", "/"): json.loads(file.read_text())
     for file in sorted((FOLDER / "beside").glob("*.json"))
@@ -92,6 +94,31 @@ def test_doctor_judges_a_published_config(name: str, tmp_path: Path) -> None:
     assert report.spec is not None and report.sizes is not None and report.sizes_error is None
 
 
+def test_what_a_config_leaves_unquantised_has_the_price_of_bf16() -> None:
+    sizes = read_config_sizes(read("moonshotai/Kimi-K2.5"), "k")
+    assert sizes.quantized_dtype == "int4_g32"
+    assert sizes.other_bytes == 2 * sizes.other_parameters + 2 * sizes.gates  # gates are float32
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [
+        ("Qwen/Qwen3-30B-A3B", ["int8_g128 (GPTQ", "int4_g128 (GPTQ"]),
+        ("allenai/OLMoE-1B-7B-0125", ["int8_g128 (GPTQ", "int4_g128 (GPTQ"]),
+        ("openai/gpt-oss-20b", ["bfloat16", "mxfp4_e8m0 (this"]),
+    ],
+)
+def test_doctor_lists_versions_as_they_are_published(
+    name: str, listed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = doctor_model.examine_model(Doctor(str(FILES[name]), hardware="none"), tmp_path)
+    show(report)
+    printed = capsys.readouterr().out
+    assert all(version in printed for version in listed)
+    assert not re.search(r"_offset|^ int[48] ", printed, re.MULTILINE)
+    assert ("GPTQ" in printed) == ("GPTQ" in "".join(listed))
+
+
 @pytest.mark.parametrize("name", BY_HAND)
 def test_doctor_says_what_to_change_by_hand(name: str, tmp_path: Path) -> None:
     flag = f"--hf-overrides '{json.dumps(BY_HAND[name])}'"
@@ -130,6 +157,33 @@ def test_each_family_has_a_published_config_or_is_named() -> None:
     kinds = {read(name)["model_type"] for name in COMPARED}
     assert kinds | NOT_HERE == MODELS.keys() | WRAPPERS.keys()
     assert not kinds & NOT_HERE
+
+
+def test_the_page_marks_families_without_a_published_config() -> None:
+    section = PAGE.read_text(encoding="utf-8").partition("\n## Families\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    marked = {name for row in rows if "not compared" in row for name in re.findall(r"`(\w+)`", row)[:1]}
+    assert marked == NOT_HERE and len(rows) > 20
+
+
+def test_the_page_marks_formats_without_a_published_config() -> None:
+    published = set[tuple[str, str]]()
+    for name in QUANTISED:
+        quantization, spec = shrunk.find_quantization(read(name)), registry.understand(read(name), FOLDER)
+        expert_type = type_by_config(read(name), spec.hidden_size, spec.expert_width)
+        assert quantization is not None and expert_type is not None
+        published.add((quantization["quant_method"], expert_type))
+    table = PAGE.read_text(encoding="utf-8").partition("| published config |\n")[2].partition("\n\n")[0]
+    for row in table.splitlines()[1:]:
+        _, stored, memory, _, mark, _ = row.split("|")
+        has_config = any(
+            f"`{method}`" in stored
+            and (
+                expert_type in memory or "these" in memory or (expert_type[:4] == "int4" and "int4" in memory)
+            )
+            for method, expert_type in published
+        )
+        assert mark.strip() == ("yes" if has_config else "not compared"), row
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,9 @@ def test_forms_of_other_servers_constrain(
     ("field", "value"),
     [
         ("stop_regex", "[a-z]"),
+        ("format", "json"),
+        ("prompt_embeds", "AA=="),
+        ("template", "{{ .Prompt }}"),
         ("logprob_token_ids", [1]),
         ("logprob_token_ids", [1] * 129),
         ("ebnf", "root ::= ("),

@@ -26,11 +26,13 @@ from moesaic.core.errors import CheckpointError, ConfigError, MoesaicError
 from moesaic.core.text_config import TEXT
 from moesaic.core.weight_types import (
     COMPRESSED_DTYPE,
+    GROUP_TYPES,
     NUMBER_BYTES,
     QUANT_METHOD,
     QUANTIZATIONS,
     is_packed,
     is_unquantized,
+    split_dtype,
 )
 from moesaic.cost.assumptions import list_assumptions
 from moesaic.cost.hardware import Hardware
@@ -338,7 +340,7 @@ def _judge(
     fits = []
     for candidate in outlook.list_formats(sizes, plain_type, stored_type):
         loaded_type = loads(candidate.name)
-        exact = candidate.name == stored_type == loaded_type and _is_counted(model)
+        exact = candidate.name == stored_type == loaded_type
         candidate = outlook.format_of(model, candidate.name) if exact else candidate
         sizes_in_memory = model if exact else in_format(sizes, loaded_type, gpu=False)
         fits.append(outlook.fit(sizes_in_memory, candidate, loaded_type, memory, context))
@@ -395,11 +397,10 @@ def _in_memory(sizes: ModelSizes, loaded_type: str, target: TargetMachine, sourc
                 return replace(plain, conversion="columns", read=model.read, staging=staging)
             if _is_counted(model):
                 return replace(model, activation_number=ROW_BYTES)
-    return (
-        convert_sizes(sizes, loaded_type, source.read())
-        if loaded_type in QUANTIZATIONS  # blocks of a GGUF file are not converted
-        else in_format(sizes, loaded_type, gpu=False)
-    )
+    # Blocks of a GGUF file are not converted.
+    if split_dtype(loaded_type)[0] in (*QUANTIZATIONS, *GROUP_TYPES):
+        return convert_sizes(sizes, loaded_type, source.read())
+    return in_format(sizes, loaded_type, gpu=False)
 
 
 def _is_counted(model: ModelSizes) -> bool:

@@ -16,7 +16,8 @@ from moesaic.cost.sizes import ModelSizes
 from moesaic.models.config import shorten
 from moesaic.models.spec import ModelSpec
 from moesaic.planning.drafts import Drafts
-from moesaic.planning.outlook import REQUESTS, Fit, Speed, StreamedJob, choose_lengths
+from moesaic.planning.outlook import REQUESTS, Fit, Speed, StreamedJob, choose_groups, choose_lengths
+from moesaic.planning.sizes import IN_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -137,17 +138,18 @@ def list_notes(report: ModelReport) -> Iterator[str]:
         yield from report.assumptions
 
 
-VERSIONS = {
-    "bfloat16": "",
-    "compressed": "moesaic compress",
-    "fp8": "",
-    "int8": "",
-    "int8_offset": "GPTQ in 8 bits",
-    "int4": "",
-    "int4_offset": "GPTQ, AWQ",
-}
-"""Types of experts in which other versions of a model may be had -> how these are called, or made. The report
-for people lists them and the model's own type."""
+def _list_versions(report: ModelReport) -> dict[str, str]:
+    """Types of experts in which versions of a model may be had -> how these are called, or made.
+
+    The report for people lists them and the model's own type.
+    """
+    if report.model_type in IN_COLUMNS:
+        return {"bfloat16": ""}
+    versions = {"bfloat16": "", "compressed": "moesaic compress", "fp8": ""}
+    if report.sizes is not None:
+        versions[choose_groups(report.sizes, 8) or "int8"] = "GPTQ in 8 bits"
+        versions[choose_groups(report.sizes, 4) or "int4"] = "GPTQ, AWQ"
+    return versions
 
 
 def judge(report: ModelReport) -> str:
@@ -183,10 +185,12 @@ def _list_problems(report: ModelReport) -> Iterator[str]:
 
 def _list_smaller(report: ModelReport) -> Iterator[str]:
     """Says in which type of experts the model would fit in memory, if there is one."""
-    smaller = next((fit for fit in report.fits if fit.can_serve and fit.format.name in VERSIONS), None)
+    versions = _list_versions(report)
+    smaller = next((fit for fit in report.fits if fit.can_serve and fit.format.name in versions), None)
     if smaller is not None:
         name = smaller.format.name
-        command = f" (moesaic quantize --format {name})" if name in ("int8", "int4") else ""
+        form = name.partition("_")[0]
+        command = f" (moesaic quantize --format {form})" if form in ("int8", "int4") else ""
         yield f"with its experts in {name} it would fit: take such a version{command}"
 
 
@@ -252,11 +256,12 @@ def _formats(report: ModelReport) -> Table:
     for name in ("experts", "the rest", "together", "KV cache"):
         table.add_column(name, justify="right")
     table.add_column("fits here")
+    versions = _list_versions(report)
     for fit in report.fits:
         is_this_type = fit.format.name == report.storage.type
-        if fit.format.name not in VERSIONS and not is_this_type:
+        if fit.format.name not in versions and not is_this_type:
             continue
-        version = VERSIONS.get(fit.format.name, "")
+        version = versions.get(fit.format.name, "")
         mark = " (this one)" if is_this_type and not report.problems else f" ({version})" if version else ""
         sizes = (fit.format.expert_bytes, fit.format.other_bytes, fit.format.weight_bytes)
         cache = in_bytes(fit.cache) if fit.can_serve else ""

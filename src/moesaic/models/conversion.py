@@ -18,6 +18,7 @@ from moesaic.core.weight_types import is_packed, join_dtypes
 from moesaic.models.checkpoint import Claims
 from moesaic.models.gguf.scheme import Gguf
 from moesaic.models.headers import BYTES, COMPRESSED_ROWS, Headers
+from moesaic.models.quantization.parse import is_left_plain as is_left_plain
 from moesaic.models.quantization.parse import parse
 from moesaic.models.quantization.scheme import FLOATS, Kinds, Matrix
 from moesaic.models.quantization.scheme import scratch_of as scratch_of

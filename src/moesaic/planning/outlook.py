@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.weight_types import BLOCK_TYPES, NATIVE_DTYPES
+from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES, NATIVE_DTYPES
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.plan import NEAR_SHARE, OVER_DISK
@@ -42,12 +43,26 @@ class Format:
 
 
 def list_formats(model: ModelSizes, *extra_types: str) -> list[Format]:
-    """List the model in every type that experts can have, but for those of GGUF files.
+    """List the model in every type that experts can have, but for blocks of GGUF files and narrow groups.
 
     extra_types: further types, such as float16.
     """
-    types = dict.fromkeys((*(name for name in NATIVE_DTYPES if name not in BLOCK_TYPES), *extra_types))
+    types = dict.fromkeys(
+        (
+            *(name for name in NATIVE_DTYPES if name not in BLOCK_TYPES),
+            *filter(None, (choose_groups(model, bits) for bits in (8, 4))),
+            *extra_types,
+        )
+    )
     return [format_of(in_format(model, name, gpu=False), name) for name in types]
+
+
+def choose_groups(model: ModelSizes, bits: int) -> str | None:
+    """The type of integers of 4 or 8 bits in which other versions of a model are published: in groups of 128
+    numbers, or the widest that its experts' rows are multiples of. None: no groups fit."""
+    numbers = math.gcd(model.hidden, model.expert_width)
+    types = (name for name in GROUP_TYPES if name.startswith(f"int{bits}_"))
+    return next((name for name in types if numbers % BLOCK_TYPES[name].numbers == 0), None)
 
 
 def format_of(model: ModelSizes, name: str) -> Format:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,13 @@ from moesaic.cost.reading import read
 from moesaic.cost.sizes import Latent, ModelSizes
 from moesaic.kernels.table import Kernels
 from moesaic.models import files, registry
-from moesaic.models.conversion import DECOMPRESSED, conversion_of, read_by_config, scratch_of
+from moesaic.models.conversion import (
+    DECOMPRESSED,
+    conversion_of,
+    is_left_plain,
+    read_by_config,
+    scratch_of,
+)
 from moesaic.models.conversion import type_by_config as type_by_config
 from moesaic.models.headers import INDEX, SINGLE, Headers
 
@@ -57,7 +63,7 @@ def convert_sizes(model: ModelSizes, expert_type: str, raw: Mapping[str, Any]) -
 
     raw: the parsed config.json, which says what files have of an expert.
     """
-    sizes = in_format(model, expert_type, gpu=False)
+    sizes = in_format(model, expert_type, gpu=False, plain_parts=_find_plain_parts(raw))
     scratch = scratch_of(expert_type, sizes.hidden * sizes.expert_width)
     size = read_by_config(raw, sizes.hidden, sizes.expert_width)
     read = None if size is None else float(size) + 4.0 * sizes.expert_biases
@@ -115,9 +121,13 @@ def has_weights(path: Path) -> bool:
     return files.is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
-def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
-    """The sizes of the model computed from one type. gpu: rows have the type of the weights."""
-    number = _number(model, name)
+def in_format(model: ModelSizes, name: str, gpu: bool, plain_parts: Collection[str] = ()) -> ModelSizes:
+    """The sizes of the model computed from one type.
+
+    gpu: rows have the type of the weights. plain_parts: "attention", "shared" (experts) and "dense" (layers),
+    if these are not quantised beside quantised routed experts.
+    """
+    number = _number(model, name, plain_parts)
     return replace(
         model,
         number=number,
@@ -131,7 +141,20 @@ def in_format(model: ModelSizes, name: str, gpu: bool) -> ModelSizes:
     )
 
 
-def _number(model: ModelSizes, name: str) -> float:
+def _find_plain_parts(raw: Mapping[str, Any]) -> list[str]:
+    """The parts of `in_format` that a parsed config.json leaves unquantised in all layers.
+
+    The first and the second layer stand for all.
+    """
+    modules = {
+        "attention": ("layers.0.self_attn.o_proj", "layers.1.self_attn.o_proj"),
+        "shared": ("layers.1.mlp.shared_experts.down_proj",),
+        "dense": ("layers.0.mlp.down_proj",),
+    }
+    return [part for part, names in modules.items() if all(is_left_plain(raw, f"model.{n}") for n in names)]
+
+
+def _number(model: ModelSizes, name: str, plain_parts: Collection[str]) -> float:
     """Bytes of a number of all but the experts, as a mean, if the experts have this type.
 
     Beside quantised experts, other matrices have the type of gate and up. Gates and the heads' matrices of
@@ -141,14 +164,23 @@ def _number(model: ModelSizes, name: str) -> float:
     kind, plain = split_dtype(name)[0], float(NUMBER_BYTES["bfloat16"])
     if not is_quantized(kind) or kind in ("mxfp4", "mxfp4_e8m0"):
         return float(NUMBER_BYTES.get(name, plain))
-    attention, num_float32 = model.attention, model.gates
-    if isinstance(attention, Latent):
+    attention = model.attention
+    num_parameters = {
+        "attention": model.layers * sum(attention.projection_sizes(model.hidden)),
+        "shared": model.moe_layers * 3 * model.hidden * model.shared_width,
+        "dense": (model.layers - model.moe_layers) * 3 * model.hidden * model.dense_width,
+    }
+    num_plain, num_float32 = sum(num_parameters[part] for part in plain_parts), model.gates
+    if isinstance(attention, Latent) and "attention" not in plain_parts:
         num_float32 += (
             model.layers * attention.heads * (attention.nope_width + attention.value) * attention.rank
         )
     quantized_number = row_bytes(kind, BLOCK) / BLOCK
-    plain = quantized_number if kind in BLOCK_TYPES and kind not in GROUP_TYPES else plain
-    quantized_bytes = quantized_number * (model.other_parameters - num_float32 - model.embeddings)
+    embedding_number = quantized_number if kind in BLOCK_TYPES and kind not in GROUP_TYPES else plain
+    num_quantized = model.other_parameters - num_float32 - num_plain - model.embeddings
     return (
-        quantized_bytes + NUMBER_BYTES["float32"] * num_float32 + plain * model.embeddings
+        quantized_number * num_quantized
+        + plain * num_plain
+        + NUMBER_BYTES["float32"] * num_float32
+        + embedding_number * model.embeddings
     ) / model.other_parameters

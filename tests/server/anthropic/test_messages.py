@@ -273,8 +273,13 @@ def test_a_call_can_be_forced(agent: Live) -> None:
         grammar = agent.worker.seen[-1].grammar
         assert {name for name in ("get_weather", "now") if name in grammar} == names
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    assert ask(agent, "{}", output_config=form).json()["content"] == [{"type": "text", "text": "{}"}]
-    assert agent.worker.seen[-1].grammar
+    for fields in ({"output_config": form}, {"output_format": form["format"]}):
+        assert ask(agent, "{}", **fields).json()["content"] == [{"type": "text", "text": "{}"}]
+        assert agent.worker.seen[-1].grammar
+    answer = ask(agent, "{}", output_config=form, output_format=form["format"])
+    assert answer.status_code == 400 and "output_config.format" in answer.json()["error"]["message"]
+    examples = [{"name": "f", "input_schema": {"type": "object"}, "input_examples": [{"a": 1}]}]
+    assert ask(agent, tools=examples).headers["X-Moesaic-Ignored-Fields"] == "tools.input_examples"
 
 
 def test_a_budget_ends_the_reasoning(agent: Live, live: Live) -> None:

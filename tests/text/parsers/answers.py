@@ -45,6 +45,8 @@ class Answer:
 
 CITY = '{"city": "Bern \\"<tool_call>\\" {[", "days": 2}'
 HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n</tool_call>'
+RAW_LINES = '{\n\t"city": "a\nb\t\\"c\\" \\\\",\n"days": 2}'
+ESCAPED_LINES = '{\n\t"city": "a\\nb\\t\\"c\\" \\\\",\n"days": 2}'
 NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 XML = (
     "<tool_call>\n<function=get_weather>\n<parameter=city>\nBern\n</parameter>\n"
@@ -72,6 +74,9 @@ HY3_CALL = (
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
 )
 HY3 = (f"<tool_calls>\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
+HY3_PREVIEW, HY3_PREVIEW_TWO = (
+    f"<tool_calls>\n{calls}\n</tool_calls>" for calls in (HY3_CALL, f"{HY3_CALL}\n{HY3_CALL}")
+)
 HY3_TWO = (f"<tool_calls>\n{HY3_CALL}\n{HY3_CALL}\n</tool_calls>").replace(">", ":opensource>")
 M3_CALL = '~<invoke name="get_weather">~<city>Bern~</city>~<days>2~</days>~</invoke>\n'.replace(
     "~", "]<]minimax[>["
@@ -99,6 +104,35 @@ COMPLETE = {
     ),
     "hermes encoded twice": Answer(
         "hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', (("f", '{"a": 1}'),)
+    ),
+    "hermes raw lines": Answer("hermes", HERMES.replace(CITY, RAW_LINES), (("get_weather", ESCAPED_LINES),)),
+    "hermes raw lines first": Answer(
+        "hermes",
+        f'<tool_call>{{"arguments": {RAW_LINES}, "name": "f"}}</tool_call>',
+        (("f", ESCAPED_LINES),),
+    ),
+    "mistral raw lines": Answer("mistral", f"[TOOL_CALLS]f[ARGS]{RAW_LINES}", (("f", ESCAPED_LINES),)),
+    "kimi_k2 raw lines": Answer(
+        "kimi_k2",
+        KIMIS[0] + KIMI.format(0, RAW_LINES) + KIMIS[1],
+        (("get_weather", ESCAPED_LINES),),
+        ids=("functions.get_weather:0",),
+    ),
+    "kimi_k2 section misspelled": Answer(
+        "kimi_k2",
+        f"<|tool_call_section_begin|>{KIMI.format(0, '{}')}<|tool_call_section_end|>",
+        (("get_weather", "{}"),),
+        ids=("functions.get_weather:0",),
+    ),
+    "kimi_k2 misspelled section in the text": Answer(
+        "kimi_k2", "A <|tool_call_section_begin|> is.", (), "A <|tool_call_section_begin|> is."
+    ),
+    "openai raw lines": Answer(
+        "openai",
+        ANALYSIS + CALL.format(RAW_LINES),
+        (("get_weather", ESCAPED_LINES),),
+        reasoning="Think.",
+        reasoning_parser="openai_gptoss",
     ),
     "hermes null": Answer(
         "hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', (("f", "{}"),)
@@ -181,6 +215,19 @@ COMPLETE = {
         (("get_weather", '{"city": "\\nBern\\n"}'),),
     ),
     "hy_v3": Answer("hy_v3", HY3, WEATHER),
+    "hy_v3_preview": Answer("hy_v3_preview", HY3_PREVIEW, WEATHER),
+    "hy_v3_preview reasoning": Answer(
+        "hy_v3_preview",
+        f"So.</think>Yes.{HY3_PREVIEW_TWO}",
+        WEATHER * 2,
+        "Yes.",
+        "So.",
+        "hy_v3_preview",
+        True,
+    ),
+    "hy_v3_preview in open reasoning": Answer(
+        "hy_v3_preview", f"So.\n{HY3_PREVIEW}", WEATHER, "", "So.", "hy_v3_preview", True
+    ),
     "hy_v3 two": Answer("hy_v3", f"So.\n{HY3_TWO}.", WEATHER * 2, "So.."),
     "hy_v3 reasoning": Answer(
         "hy_v3", f"So.</think:opensource>Yes.{HY3}", WEATHER, "Yes.", "So.", "hy_v3", True
@@ -551,6 +598,7 @@ NO_CALLS = {
         "<tool_calls:opensource>.",
         "<tool_call:opensource>a b<tool_sep:opensource>",
     ),
+    "hy_v3_preview": ("<tool_call>x", "<tool_calls>.", "<tool_call>a b<tool_sep>"),
     "minimax_m2": ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="f">x'),
     "minimax_m3": (
         "]<]minimax[>[",

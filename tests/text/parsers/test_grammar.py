@@ -26,6 +26,8 @@ from .answers import (
     COMPLETE,
     GLM,
     HY3,
+    HY3_PREVIEW,
+    HY3_PREVIEW_TWO,
     HY3_TWO,
     INVOKE,
     KIMI,
@@ -54,6 +56,7 @@ FORCED = {
     "kimi_k2": tuple((KIMI.format(0, BERN) * count).join(KIMIS) for count in (1, 2)),
     "mistral": (f"[TOOL_CALLS]get_weather[ARGS]{BERN}", COMPLETE["mistral"].text),
     "hy_v3": (HY3, HY3_TWO),
+    "hy_v3_preview": (HY3_PREVIEW, HY3_PREVIEW_TWO),
     "openai": (CALL.format(BERN).removeprefix("<|start|>assistant").removesuffix("<|call|>"), None),
 }
 """One call, and two."""

@@ -35,6 +35,8 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
         ("'<minimax:tool_call>' '<mm:think>' '</mm:think>' '<think>'", "minimax_m2", "minimax_m3"),
         ("set ns_token = ']<]minimax[>[' '<tool_call>' '<mm:think>'", "minimax_m3", "minimax_m3"),
         ("HYTK = ':opensource' '<think{}>' '<tool_calls{}>' '<tool_sep{}>'", "hy_v3", "hy_v3"),
+        ("HYTK = '' '<think{}>' '<tool_calls{}>' '<tool_sep{}>'", "hy_v3_preview", "hy_v3_preview"),
+        ("'<think>' '<tool_calls>' '<tool_call>' '<tool_sep>'", "hy_v3_preview", "hy_v3_preview"),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", "mistral", "mistral"),
     ],
 )
@@ -46,6 +48,15 @@ def test_a_template_tells_the_parsers(template: str, calls: str | None, reasonin
     assert (other.calls, other.reasoning) == (None, None)
     named = detect_formats(template, "kimi_k2", "deepseek_r1")
     assert (named.calls, named.reasoning) == ("kimi_k2", "deepseek_r1")
+
+
+def test_a_template_tells_how_the_tags_of_hy3_are_spelled() -> None:
+    for suffix, name in ((":opensource", "hy_v3"), ("", "hy_v3_preview")):
+        template = f"'<think{suffix}>' '<tool_calls{suffix}>' '<tool_sep{suffix}>'"
+        formats = detect_formats(template, "hy_v3", "hy_v3")
+        assert (formats.calls, formats.reasoning) == (name, name)
+    other = detect_formats("{{ messages }}", "hy_v3", "hy_v3")
+    assert (other.calls, other.reasoning) == ("hy_v3", "hy_v3")
 
 
 def test_a_model_without_a_template() -> None:

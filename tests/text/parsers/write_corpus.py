@@ -53,6 +53,7 @@ THINKING = {
 REASONING = {
     "mistral": "mistral",
     "hy_v3": "hy_v3",
+    "hy_v3_preview": "hy_v3_preview",
     "minimax_m3": "minimax_m3",
     "openai": "openai_gptoss",
 }

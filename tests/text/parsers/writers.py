@@ -136,15 +136,20 @@ def write_glm(line: str) -> Callable[[list[Call], Damage], str]:
     return write
 
 
-def write_hy3(calls: list[Call], damage: Damage) -> str:
-    tags = {name: tag.replace(">", ":opensource>") for name, tag in GLM.items()}
-    text = "".join(
-        write_tagged({**tags, "begin": f"<tool_call:opensource>{name}<tool_sep:opensource>"}, "\n")(
-            [(name, arguments)], damage
+def write_hy3(suffix: str) -> Callable[[list[Call], Damage], str]:
+    end = f"{suffix}>"
+    tags = {name: tag.replace(">", end) for name, tag in GLM.items()}
+
+    def write(calls: list[Call], damage: Damage) -> str:
+        text = "".join(
+            write_tagged({**tags, "begin": f"<tool_call{end}{name}<tool_sep{end}"}, "\n")(
+                [(name, arguments)], damage
+            )
+            for name, arguments in calls
         )
-        for name, arguments in calls
-    )
-    return f"<tool_calls:opensource>\n{text}</tool_calls:opensource>"
+        return f"<tool_calls{end}\n{text}</tool_calls{end}"
+
+    return write
 
 
 PREFIX = "]<]minimax[>["
@@ -189,7 +194,8 @@ WRITERS: dict[str, Callable[[list[Call], Damage], str]] = {
     "mimo": write_tagged(XML, "\n"),
     "glm45": write_glm("\n"),
     "glm47": write_glm(""),
-    "hy_v3": write_hy3,
+    "hy_v3": write_hy3(":opensource"),
+    "hy_v3_preview": write_hy3(""),
     "minimax_m2": write_tagged(INVOKE, "\n"),
     "minimax_m3": write_minimax_m3,
     "deepseek_v31": write_tokens(

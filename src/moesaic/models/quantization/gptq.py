@@ -219,6 +219,7 @@ def parse_gptq(fields: Fields) -> Gptq:
     bits, group = _bits(fields), _group(fields, "group_size")
     act_order, symmetric = fields.flag("desc_act", False), fields.flag("sym", False)
     fields.require_value("checkpoint_format", "gptq", "gptq_v2", None)
+    fields.require_value("is_marlin_format", False, None)
     zero_point_offset = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
     fields.require_value("lm_head", False)
     for name in fields.names:

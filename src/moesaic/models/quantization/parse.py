@@ -38,6 +38,8 @@ MODELOPT = "modelopt"
 MODELOPT_FILE = "hf_quant_config.json"
 """The file in which older versions of ModelOpt say how a checkpoint is quantised."""
 OTHER_FORMATS = "allowed: the model itself, or its version in FP8, GPTQ, AWQ, compressed-tensors or GGUF"
+PLAIN_KEYS = ("ignore", "ignored_layers", "modules_to_not_convert")
+"""Keys of a quantization_config with names of modules that are not quantised."""
 CACHE_KEY = "kv_cache_scheme"
 SKIP_REASONS: Mapping[str, str] = {
     STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
@@ -55,18 +57,21 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     Raises CheckpointError that names the key, the value and what is allowed.
     """
     inner = raw.get(TEXT)
-    if "quantization_config" not in raw and isinstance(inner, dict):
-        raw = inner
-    if isinstance(raw.get("quantization"), dict) and "group_size" in raw["quantization"]:
+    configs = [raw, inner] if isinstance(inner, dict) else [raw]
+    if any(map(_is_mlx, configs)):
         raise CheckpointError(f"config.json: quantization: this is an MLX checkpoint; {OTHER_FORMATS}")
+    raw = raw if "quantization_config" in raw else configs[-1]
     if is_unquantized(raw):
         return None
     quantization = raw["quantization_config"]
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if method == GGUF and isinstance(quantization, dict):
         return gguf.parse(Fields(quantization, "quantization_config."))
-    if isinstance(quantization, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in quantization):
-        algorithm = shorten(repr(quantization.get("quant_algo", method)))
+    settings = quantization
+    if isinstance(quantization, dict) and isinstance(quantization.get("quantization"), dict):
+        settings = quantization["quantization"]
+    if isinstance(settings, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in settings):
+        algorithm = shorten(repr(settings.get("quant_algo", method)))
         raise CheckpointError(
             f"config.json: quantization_config: this is a ModelOpt checkpoint ({algorithm}); {OTHER_FORMATS}"
         )
@@ -77,6 +82,17 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
             f"allowed: {allowed_methods}"
         )
     return METHODS[method](Fields(quantization, "quantization_config."))
+
+
+def _is_mlx(config: Mapping[str, Any]) -> bool:
+    """Whether a config has MLX's settings, which name no method, under one of its two keys."""
+    return any(
+        isinstance(settings := config.get(key), dict)
+        and "group_size" in settings
+        and "bits" in settings
+        and "quant_method" not in settings
+        for key in ("quantization", "quantization_config")
+    )
 
 
 def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
@@ -117,6 +133,30 @@ def _find_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
     quantization = raw.get("quantization_config")
     return quantization if isinstance(quantization, dict) else {}
+
+
+def is_left_plain(raw: Mapping[str, Any], module: str) -> bool:
+    """Whether a parsed config.json names a module among those that are not quantised.
+
+    Only prices ask this: what is read follows the tensors. module: as "model.layers.0.self_attn.o_proj".
+    """
+    quantization = _find_quantization(raw)
+    names = [name for key in PLAIN_KEYS if isinstance(names := quantization.get(key), list) for name in names]
+    return any(isinstance(name, str) and _is_named(module, name) for name in names)
+
+
+def _is_named(module: str, name: str) -> bool:
+    """Whether a name, a part of a name between dots, or a pattern behind "re:" means a module.
+
+    >>> [_is_named("model.layers.0.self_attn.o_proj", x) for x in ("self_attn", "attn", "re:.*self_attn.*")]
+    [True, False, True]
+    """
+    if not name.startswith("re:"):
+        return f".{name.strip('.')}." in f".{module}."
+    try:
+        return re.match(name.removeprefix("re:"), module) is not None
+    except re.error:
+        return False
 
 
 def read_skipped_patterns(path: Path) -> tuple[str, ...]:

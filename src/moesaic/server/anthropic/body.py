@@ -100,7 +100,6 @@ class Tool(Body):
     allowed_callers: Unread = None
     defer_loading: bool | None = Field(None, description="The tool is there from the start.")
     eager_input_streaming: Unread = None
-    input_examples: Unread = None
 
 
 class ToolChoice(Body):
@@ -146,6 +145,7 @@ class CountRequest(Body):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = Field(None, description="An older name of output_config.format.")
     cache_control: Unread = None
     context_management: Unread = None
     mcp_servers: Unsupported = None

@@ -244,7 +244,14 @@ def _budget(body: CountRequest) -> int | None:
 
 
 def _form(body: CountRequest) -> dict[str, Any]:
-    if body.output_config is None or body.output_config.format is None:
-        return {}
-    schema = chat.JsonSchemaFormat(schema=body.output_config.format.schema_, strict=None)
-    return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema, schema=None)}
+    forms = {
+        "output_config.format": None if body.output_config is None else body.output_config.format,
+        "output_format": body.output_format,
+    }
+    given_forms = {name: form for name, form in forms.items() if form is not None}
+    if len(given_forms) > 1:
+        raise RequestError("output_format: allowed: without output_config.format", "output_format")
+    for form in given_forms.values():
+        schema = chat.JsonSchemaFormat(schema=form.schema_, strict=None)
+        return {"response_format": chat.ResponseFormat(type="json_schema", json_schema=schema, schema=None)}
+    return {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,7 +81,8 @@ class CallParser(ABC):
         text_end: the end of the text is an end too, where the model ended it. Without any JSON the
         arguments are an empty object.
         """
-        trimmed_text = TrimmedText(lambda text: Arguments(call.index, text), BLANK)
+        strings = JsonStrings()
+        trimmed_text = TrimmedText(lambda text: Arguments(call.index, strings.escape(text)), BLANK)
         has_text = False
 
         def pass_on(text: str) -> list[Event]:
@@ -96,6 +99,41 @@ class CallParser(ABC):
             yield Arguments(call.index, "{}")
         yield CallEnd(call.index)
         return mark
+
+
+_PARTS_OF_STRINGS = re.compile(r'\\[^\x00-\x1f]|\\\Z|["\x00-\x1f]')
+
+
+class JsonStrings:
+    """Escapes line ends, tabs and other control characters in the strings of JSON that arrives in pieces.
+
+    Models write them as they are, and JSON forbids that. A text that is no object or list stays as it is.
+    """
+
+    def __init__(self) -> None:
+        self._is_json: bool | None = None
+        self._in_string = False
+        self._after_backslash = False
+
+    def escape(self, piece: str) -> str:
+        """The next piece as JSON allows it."""
+        if self._is_json is None and piece.strip():
+            self._is_json = piece.lstrip()[0] in "{["
+        if not self._is_json or not piece:
+            return piece
+        escaped_character = piece[0] if self._after_backslash and piece[0] >= " " else ""
+        self._after_backslash = False
+        return escaped_character + _PARTS_OF_STRINGS.sub(self._replace, piece.removeprefix(escaped_character))
+
+    def _replace(self, match: re.Match[str]) -> str:
+        part = match[0]
+        if part == '"':
+            self._in_string = not self._in_string
+        elif part == "\\":
+            self._after_backslash = True
+        elif part < " " and self._in_string:
+            return json.dumps(part)[1:-1]
+        return part
 
 
 class MarkedCalls(CallParser):

@@ -17,7 +17,15 @@ from moesaic.text.parsers.calls import CallParser
 from moesaic.text.parsers.harmony import Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
 from moesaic.text.parsers.nested_calls import BLOCK, CALL, ITEM, PREFIX, MiniMaxM3
-from moesaic.text.parsers.tagged_calls import Glm, Hy3, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.tagged_calls import (
+    Glm,
+    Hy3,
+    Hy3Preview,
+    MiMo,
+    MiniMaxM2,
+    Qwen3Coder,
+    TaggedCalls,
+)
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2, TokenCalls
 from moesaic.text.parsers.values import Tools, ValueSchema, find_parameters, resolve_reference
 
@@ -295,15 +303,18 @@ def _analysis(grammar: Grammar) -> str:
     return f"({grammar.rule(f'{opening} {thought_text} {next_}')})?"
 
 
-def _hy3(grammar: Grammar, tools: Tools, parallel: bool) -> str:
-    calls = [
-        f"{grammar.exactly(Hy3.call_begin + name + Hy3.separator + _LINE)} "
-        f"{_arguments(grammar, Hy3, _LINE, tools, name)} {grammar.exactly(Hy3.end + _LINE)}"
-        for name in _names(tools)
-    ]
-    section_start, section_end = Hy3.section
-    call = _repeat_call(grammar, _add_choice(grammar, calls), "", parallel)
-    return f"{grammar.exactly(section_start + _LINE)} {call} {grammar.exactly(section_end)}"
+def _make_hy3_writer(syntax: type[Hy3]) -> Callable[[Grammar, Tools, bool], str]:
+    def write(grammar: Grammar, tools: Tools, parallel: bool) -> str:
+        calls = [
+            f"{grammar.exactly(syntax.call_begin + name + syntax.separator + _LINE)} "
+            f"{_arguments(grammar, syntax, _LINE, tools, name)} {grammar.exactly(syntax.end + _LINE)}"
+            for name in _names(tools)
+        ]
+        section_start, section_end = syntax.section
+        call = _repeat_call(grammar, _add_choice(grammar, calls), "", parallel)
+        return f"{grammar.exactly(section_start + _LINE)} {call} {grammar.exactly(section_end)}"
+
+    return write
 
 
 _NOTES = {"title", "description", "default", "examples", "$schema", "$defs", "definitions"}
@@ -367,6 +378,7 @@ _WRITERS: Mapping[type[CallParser], Callable[[Grammar, Tools, bool], str]] = {
     MiniMaxM2: _make_tagged_writer(MiniMaxM2, "\n"),
     MiniMaxM3: _minimax_m3,
     Glm: _make_tagged_writer(Glm, "\n"),
-    Hy3: _hy3,
+    Hy3: _make_hy3_writer(Hy3),
+    Hy3Preview: _make_hy3_writer(Hy3Preview),
     Harmony: _harmony,
 }

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, ClassVar
 
-from moesaic.text.parsers.calls import MarkedCalls
+from moesaic.text.parsers.calls import JsonStrings, MarkedCalls
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, MalformedText, Steps
 from moesaic.text.parsers.reader import BLANK, Reader, read_if_next, read_literal, read_one_of, skip_blank
 
@@ -157,7 +157,7 @@ class JsonCalls(MarkedCalls):
         reader.unread(first)
         if first not in ("{", "["):
             return (yield from self._scalar(reader, call))
-        scan = _Value()
+        scan, strings = _Value(), JsonStrings()
         while True:
             text = yield from reader.read_available()
             if not text:
@@ -167,7 +167,7 @@ class JsonCalls(MarkedCalls):
                 reader.unread(text[end:])
                 text = text[:end]
             if text:
-                yield Arguments(call.index, text)
+                yield Arguments(call.index, strings.escape(text))
             if end is not None:
                 return True
 
@@ -200,12 +200,12 @@ def _as_object(text: str | None) -> str:
     """Arguments as a JSON object: null or none are empty, a string contains them."""
     if not text or text == "null":
         return "{}"
-    if not text.startswith('"'):
-        return text
-    try:
-        return str(_decode(text)) or "{}"
-    except MalformedText:
-        return text
+    if text.startswith('"'):
+        try:
+            text = str(_decode(text)) or "{}"
+        except MalformedText:
+            return text
+    return JsonStrings().escape(text)
 
 
 class Hermes(JsonCalls):

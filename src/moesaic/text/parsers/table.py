@@ -18,7 +18,15 @@ from moesaic.text.parsers.grammar import after_reasoning, write_grammar
 from moesaic.text.parsers.harmony import ANALYSIS, Harmony
 from moesaic.text.parsers.json_calls import Hermes, Mistral
 from moesaic.text.parsers.nested_calls import MiniMaxM3
-from moesaic.text.parsers.tagged_calls import Glm, Hy3, MiMo, MiniMaxM2, Qwen3Coder, TaggedCalls
+from moesaic.text.parsers.tagged_calls import (
+    Glm,
+    Hy3,
+    Hy3Preview,
+    MiMo,
+    MiniMaxM2,
+    Qwen3Coder,
+    TaggedCalls,
+)
 from moesaic.text.parsers.token_calls import DeepSeekV3, DeepSeekV31, KimiK2
 from moesaic.text.parsers.values import Tools
 
@@ -38,6 +46,7 @@ CALLS: Mapping[str, type[CallParser]] = {
     "minimax_m2": MiniMaxM2,
     "minimax_m3": MiniMaxM3,
     "hy_v3": Hy3,
+    "hy_v3_preview": Hy3Preview,
     "mistral": Mistral,
 }
 """Name for --tool-call-parser -> parser."""
@@ -53,6 +62,7 @@ REASONING: Mapping[str, Tags | None] = {
     "kimi_k2": _THINK,
     "minimax_m2": _THINK,
     "hy_v3": Tags("<think:opensource>", "</think:opensource>"),
+    "hy_v3_preview": _THINK,
     "minimax_m3": Tags("<mm:think>", "</mm:think>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
     "openai_gptoss": None,
@@ -66,7 +76,8 @@ _CALL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("minimax_m3", ("]<]minimax[>[",)),
-    ("hy_v3", ("<tool_calls{}>", "<tool_sep{}>", ":opensource")),
+    ("hy_v3", ("<tool_calls", "<tool_sep", ":opensource")),
+    ("hy_v3_preview", ("<tool_calls", "<tool_sep")),
     ("mimo", ("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("glm45", ("<tool_call>", "<arg_key>")),
@@ -74,10 +85,13 @@ _CALL_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
 )
 """Parser, and the texts that a template contains if its model writes such calls. The first one is taken."""
+_HY3_NAMES = ("hy_v3", "hy_v3_preview")
+"""Parsers of the two spellings of the same tags. A template tells them apart, also where one is named."""
 _REASONING_MARKS = (
     ("openai_gptoss", ("<|channel|>", "<|message|>")),
     ("minimax_m3", ("<mm:think>",)),
-    ("hy_v3", ("<think{}>", ":opensource")),
+    ("hy_v3", ("<think", "<tool_sep", ":opensource")),
+    ("hy_v3_preview", ("<think", "<tool_sep")),
     ("qwen3", ("<think>",)),
     ("mistral", ("[THINK]",)),
 )
@@ -166,8 +180,8 @@ def detect_formats(template: str | None, calls: str = AUTO, reasoning: str = AUT
     """The formats of a model with this chat template. calls, reasoning: as `check_parsers` allows them."""
     text = template or ""
     return Formats(
-        calls=_detect_parser(text, _CALL_MARKS) if calls == AUTO else _parser_or_none(calls),
-        reasoning=_detect_parser(text, _REASONING_MARKS) if reasoning == AUTO else _parser_or_none(reasoning),
+        calls=_choose_parser(calls, text, _CALL_MARKS),
+        reasoning=_choose_parser(reasoning, text, _REASONING_MARKS),
         takes_tools=re.search(r"\btools\b", text) is not None,
         text_arguments=_ARGUMENTS_ADDED.search(text) is not None and _ARGUMENT_CHECK.search(text) is None,
         text_descriptions=_DESCRIPTION_ADDED.search(text) is not None,
@@ -184,9 +198,9 @@ def check_parsers(calls: str, reasoning: str) -> None:
             raise ConfigError.field(flag, name, ", ".join((AUTO, NONE, *names)))
 
 
-def _detect_parser(template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
-    return next((name for name, marks in rows if all(mark in template for mark in marks)), None)
-
-
-def _parser_or_none(name: str) -> str | None:
+def _choose_parser(name: str, template: str, rows: tuple[tuple[str, tuple[str, ...]], ...]) -> str | None:
+    """The parser of this name; with `auto` the one whose texts the template contains."""
+    detected_name = next((parser for parser, marks in rows if all(mark in template for mark in marks)), None)
+    if name == AUTO or (name in _HY3_NAMES and detected_name in _HY3_NAMES):
+        return detected_name
     return None if name == NONE else name

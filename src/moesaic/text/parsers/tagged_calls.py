@@ -357,7 +357,7 @@ class Glm(TaggedCalls):
 class Hy3(Glm):
     """<tool_calls><tool_call>f<tool_sep><arg_key>key</arg_key><arg_value>value</arg_value></tool_call></tool_calls>
 
-    Each of these tags has the suffix `:opensource`.
+    Each of these tags has the suffix `:opensource`. Those of the preview have none.
     """
 
     section: ClassVar = ("<tool_calls:opensource>", "</tool_calls:opensource>")
@@ -403,3 +403,17 @@ class Hy3(Glm):
         if not name or any(blank in name for blank in BLANK):
             raise MalformedText
         return self._begin(name)
+
+
+class Hy3Preview(Hy3):
+    """The same in tags without a suffix."""
+
+    section: ClassVar = ("<tool_calls>", "</tool_calls>")
+    call_begin: ClassVar = "<tool_call>"
+    separator: ClassVar = "<tool_sep>"
+    marks: ClassVar = (*section, call_begin)
+    end: ClassVar = "</tool_call>"
+    name_end: ClassVar = "</tool_call>"
+    key: ClassVar = Glm.key
+    value: ClassVar = Glm.value
+    ends_reasoning: ClassVar = (section[0], call_begin)

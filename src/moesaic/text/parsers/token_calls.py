@@ -14,19 +14,21 @@ class TokenCalls(MarkedCalls):
     """Sections of calls, each of which is begin, head, separator, JSON and end."""
 
     section: ClassVar[tuple[str, str]]
+    misspelled_section: ClassVar[tuple[str, ...]] = ()
+    """The same two tokens as a model sometimes writes them, in letters."""
     call: ClassVar[tuple[str, str, str]]
     closing: ClassVar[tuple[str, ...]] = ()
     """What may stand between the arguments and the end of a call."""
 
     def __init_subclass__(cls) -> None:
-        cls.marks = (*cls.section, cls.call[0])
+        cls.marks = (*cls.section, *cls.misspelled_section, cls.call[0])
         cls.other_marks = cls.call[1:]
         cls.ends_reasoning = cls.section[:1]
 
     def _read_marked_call(self, reader: Reader, mark: str) -> Steps[None]:
         if mark == self.call[0]:
             yield from super()._read_marked_call(reader, mark)
-        elif mark == self.section[0] or not self._index:
+        elif mark in (self.section[0], *self.misspelled_section[:1]) or not self._index:
             self._content.hold(mark)
 
     def is_call(self, reader: Reader, mark: str) -> Steps[bool]:
@@ -45,7 +47,7 @@ class TokenCalls(MarkedCalls):
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
         yield from self._announce(call)
         begin, _, end = self.call
-        tokens = (end, begin, *self.section)  # a model may leave the end out
+        tokens = (end, begin, *self.section, *self.misspelled_section)  # a model may leave the end out
         ends = tuple(closing + token for token in tokens for closing in (*self.closing, ""))
         mark = yield from self._raw(reader, call, ends, text_end=not self.closing)
         if not mark.endswith(end):
@@ -78,6 +80,7 @@ class KimiK2(TokenCalls):
     """
 
     section: ClassVar = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    misspelled_section: ClassVar = ("<|tool_call_section_begin|>", "<|tool_call_section_end|>")
     call: ClassVar = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
 
     def _parse_head(self, head: str) -> CallStart:
