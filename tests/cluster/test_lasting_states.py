@@ -11,7 +11,6 @@ import re
 import resource
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.troubled_server import PATIENCE, PROCESSES, TroubledServer, serve, start
+from tests.support.troubled_server import PATIENCE, PROCESSES, TroubledServer, find_free_port, serve, start
 
 pytestmark = pytest.mark.slow
 MISSING = "this file is missing; processes are started again once it is there"
@@ -99,9 +98,7 @@ def test_no_memory(tmp_path: Path) -> None:
 
 def test_no_disk(tmp_path: Path) -> None:
     """What the server prints and logs goes to a device that is always full."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     full_disk = start(tmp_path, Path("demo"), *PROCESSES, port=port, output=Path("/dev/full"))
     with contextlib.closing(full_disk) as server:
         server.url = f"http://127.0.0.1:{port}"
