@@ -5,7 +5,7 @@
 # make full    the tests marked full, properties on random examples, `make fuzz`, `make clients`, then `make soak`; hours
 # make clients other people's clients and coding agents, from PyPI and npm into ~/.cache/moesaic/clients, against a server; needs node
 # make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
-# make soak    200 rounds of real clusters whose processes are killed and frozen, then a server under attack
+# make soak    200 rounds of real clusters whose processes are killed and frozen, 200 of states that last, then a server under attack
 # make wheel   a wheel that needs no compiler where it is installed, checked, in dist/
 # make gpu     what a GPU gives: answers beside transformers', kernels, tokens/s, tests, in build/gpu.json; less than ten minutes
 # make sanitize   the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer
@@ -54,6 +54,7 @@ clients: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m scripts.soak $(SOAK)
+	$(BIN)/python -m scripts.soak.lasting
 	$(BIN)/python -m scripts.soak.intruders
 
 wheel: $(STAMP)

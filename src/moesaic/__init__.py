@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from moesaic.core.version import __version__
+
 if TYPE_CHECKING:
     from moesaic.core.errors import MoesaicError
     from moesaic.core.request import RequestOutput, SamplingParams
     from moesaic.core.structured_outputs import StructuredOutputsParams
     from moesaic.llm import LLM
 
-__version__ = "0.3.0"
 __all__ = ["LLM", "MoesaicError", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _MODULES = {

@@ -11,15 +11,17 @@ import re
 import resource
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.troubled_server import PATIENCE, PROCESSES, TroubledServer, serve, start
+from moesaic.models.files import resolve
+from tests.support.moved_clock import compile_clock
+from tests.support.troubled_server import PATIENCE, PROCESSES, TroubledServer, find_free_port, serve, start
 
 pytestmark = pytest.mark.slow
 MISSING = "this file is missing; processes are started again once it is there"
@@ -99,9 +101,7 @@ def test_no_memory(tmp_path: Path) -> None:
 
 def test_no_disk(tmp_path: Path) -> None:
     """What the server prints and logs goes to a device that is always full."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     full_disk = start(tmp_path, Path("demo"), *PROCESSES, port=port, output=Path("/dev/full"))
     with contextlib.closing(full_disk) as server:
         server.url = f"http://127.0.0.1:{port}"
@@ -166,49 +166,11 @@ def test_a_file_that_was_replaced(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
-@pytest.fixture
-def clock(tmp_path: Path) -> tuple[Path, Path]:
-    """A library that moves the wall clock of a process that preloads it, and the file with the seconds."""
-    source, library, offset = (tmp_path / name for name in ("clock.c", "clock.so", "offset"))
-    source.write_text(
-        r"""
-        #define _GNU_SOURCE
-        #include <dlfcn.h>
-        #include <stdio.h>
-        #include <stdlib.h>
-        #include <sys/time.h>
-        #include <time.h>
-        static long offset(void) {
-            long seconds = 0;
-            FILE *file = fopen(getenv("CLOCK_OFFSET_FILE"), "r");
-            if (file) { if (fscanf(file, "%ld", &seconds) != 1) seconds = 0; fclose(file); }
-            return seconds;
-        }
-        int clock_gettime(clockid_t clock, struct timespec *time) {
-            static int (*real)(clockid_t, struct timespec *);
-            if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-            int result = real(clock, time);
-            if (clock == CLOCK_REALTIME) time->tv_sec += offset();
-            return result;
-        }
-        time_t time(time_t *out) {
-            struct timespec now;
-            clock_gettime(CLOCK_REALTIME, &now);
-            if (out) *out = now.tv_sec;
-            return now.tv_sec;
-        }
-        """
-    )
-    done = subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=False)
-    if done.returncode:
+def test_a_clock_that_was_set(tmp_path: Path) -> None:
+    preload = compile_clock(tmp_path)
+    if preload is None:
         pytest.skip("no C compiler")
-    offset.write_text("0")
-    return library, offset
-
-
-def test_a_clock_that_was_set(clock: tuple[Path, Path], tmp_path: Path) -> None:
-    library, offset = clock
-    preload = {"LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(offset)}
+    offset = Path(preload["CLOCK_OFFSET_FILE"])
     with serve(tmp_path, *PROCESSES, outage_seconds=600.0, **preload) as server:
         deaths = server.metric("process_deaths_total")
 
@@ -354,3 +316,71 @@ def test_a_slow_start(tmp_path: Path) -> None:
         assert not request.error
         assert server.stop() == 0
         assert request.end()
+
+
+@contextlib.contextmanager
+def hanging_folder(folder: Path) -> Iterator[tuple[Path, Path, subprocess.Popen[str]]]:
+    """A file system with the demo, the file that makes it hang, and its program.
+
+    Skips the test where nobody may mount one.
+    """
+    mount_point = folder / "mount"
+    mount_point.mkdir()
+    command = [sys.executable, "-m", "tests.support.hanging_files", str(resolve("demo")), str(mount_point)]
+    with subprocess.Popen(
+        [*command, str(folder / "hang")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as program:
+        try:
+            assert program.stdout is not None and program.stderr is not None
+            if program.stdout.readline() != "mounted\n":
+                pytest.skip(f"no file system can be mounted here: {program.stderr.read()[-200:]}")
+            yield mount_point, folder / "hang", program
+        finally:
+            program.kill()
+            subprocess.run(["umount", "-l", str(mount_point)], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def serve_from_hanging(folder: Path, mount_point: Path) -> Iterator[TroubledServer]:
+    port = find_free_port()
+    with contextlib.closing(start(folder, mount_point, *PROCESSES, port=port)) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        server.until(lambda: server.health().status == 200 or server.process.poll() is not None)
+        assert_served(server)
+        yield server
+
+
+def test_a_file_system_that_hangs(tmp_path: Path) -> None:
+    """As a network file system does whose server is gone: system calls wait, and SIGKILL ends them."""
+    with (
+        hanging_folder(tmp_path) as (mount_point, _, program),
+        serve_from_hanging(tmp_path, mount_point) as server,
+    ):
+        program.send_signal(signal.SIGSTOP)
+        assert_served(server)
+        server.kill("expert server 1")
+        assert_refused(server, "no server that serves holds experts 12-23 of layer 0 (and 5 further layers)")
+        program.send_signal(signal.SIGCONT)
+        assert_served(server)
+        program.send_signal(signal.SIGSTOP)
+        assert_served(server)
+        assert server.stop() == 0
+
+
+@pytest.mark.full  # one process after the other is waited for
+def test_a_process_that_cannot_be_killed(tmp_path: Path) -> None:
+    """In state D: the file system has got what a process asked for, and never answers."""
+    with (
+        hanging_folder(tmp_path) as (mount_point, hang_file, program),
+        serve_from_hanging(tmp_path, mount_point) as server,
+    ):
+        hang_file.touch()
+        state = Path(f"/proc/{server.pid('expert server 1')}/task")
+        server.until(lambda: any("State:\tD" in (task / "status").read_text() for task in state.iterdir()))
+        assert_served(server)
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: "State:\tZ" in Path(f"/proc/{server.process.pid}/status").read_text())
+        assert "expert server" in server.log and "cannot be killed: it waits for a disk" in server.log
+        hang_file.unlink()
+        program.kill()
+        assert server.process.wait(PATIENCE) == 0

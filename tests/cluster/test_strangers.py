@@ -15,7 +15,7 @@ from moesaic.cluster.joining import enlisting
 from moesaic.cluster.joining.options import JoinOptions
 from moesaic.core import messages
 from moesaic.transport import address as addresses
-from moesaic.transport.authentication import MAGIC, NONCE
+from moesaic.transport.authentication import GREETING, NONCE
 from moesaic.transport.wakeup import Wakeup
 from tests.support.call_pairs import until
 
@@ -88,7 +88,7 @@ def joins(found: Door) -> None:
     wakeup.close()
 
 
-SAYINGS = [b"", MAGIC, MAGIC + bytes(NONCE - 1), MAGIC + bytes(NONCE), MAGIC + bytes(NONCE + 47)]
+SAYINGS = [b"", GREETING, GREETING + bytes(NONCE - 1), GREETING + bytes(NONCE), GREETING + bytes(NONCE + 47)]
 """Nothing, and handshakes that stop at each of their steps."""
 
 

@@ -219,17 +219,6 @@ def test_nonsense_in_the_cache_folder_is_ignored(kept: str, tmp_path: Path, cach
     assert fingerprint.compute_fingerprint(path) == first
 
 
-def test_a_user_without_a_home_has_no_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as the random user of a container."""
-
-    def homeless(*_: object) -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    path = write(tmp_path / "one", tensors())
-    monkeypatch.setattr(fingerprint, "cache_folder", homeless)
-    assert fingerprint.compute_fingerprint(path) and digest(path)
-
-
 def test_a_full_disk_leaves_no_part_of_a_file(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,3 +177,17 @@ def test_a_group_of_one_gibibyte_is_kept_to_and_named() -> None:
     machine: dict[str, Any] = json.loads(report.stdout)["machine"]
     assert machine["memory_limit"]["amount"] == GIB and machine["cpu_quota"]["amount"] == 1.0
     assert machine["threads"] == 1 and machine["memory_available"] <= GIB
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_end, "KILLED_SECONDS", 0.01)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process_end.wait_for_killed(process, "expert server")
+        assert f"expert server {process.pid} cannot be killed: it waits for a disk" in caplog.text
+        caplog.clear()
+        process.kill()
+        monkeypatch.setattr(process_end, "KILLED_SECONDS", 60.0)
+        process_end.wait_for_killed(process, "expert server")
+        assert not caplog.text

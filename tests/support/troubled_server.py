@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -152,6 +153,15 @@ class TroubledServer:
                     request.tokens += line.startswith("data: {")
         except httpx.HTTPError as error:
             request.error = f"{type(error).__name__}: {error}"
+
+
+def find_free_port() -> int:
+    """A port of this host on which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    assert isinstance(port, int)
+    return port
 
 
 @contextmanager

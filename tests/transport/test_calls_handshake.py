@@ -7,6 +7,7 @@ import fcntl
 import hmac
 import logging
 import os
+import re
 import socket
 import struct
 import threading
@@ -18,8 +19,9 @@ import pytest
 from tests.support.call_pairs import SECRET, accepted, ask, descriptors, incoming, lost, noise, until
 
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.version import __version__
 from moesaic.transport import _shm, address, authentication, listening
-from moesaic.transport.authentication import MAGIC, NONCE, PROOF, Deadline, Terms
+from moesaic.transport.authentication import GREETING, MAGIC, NONCE, PROOF, Deadline, Terms
 from moesaic.transport.calls import MAX_HEAP
 from moesaic.transport.frames import HEADER, REQUEST
 from moesaic.transport.listening import Listener, connect
@@ -45,10 +47,10 @@ def raw(listener: Listener) -> socket.socket:
 def prove(sock: socket.socket, kind: bytes = b"stream", heap: int = HEAP, secret: bytes = SECRET) -> None:
     """The client's side of the handshake, by hand."""
     mine = os.urandom(NONCE)
-    sock.sendall(MAGIC + mine)
-    theirs = authentication.read_exactly(sock, len(MAGIC) + NONCE, Deadline(10.0))[len(MAGIC) :]
+    sock.sendall(GREETING + mine)
+    theirs = authentication.read_exactly(sock, len(GREETING) + NONCE, Deadline(10.0))[len(GREETING) :]
     terms = struct.pack("<8sQ", kind, heap)
-    sock.sendall(terms + hmac.digest(secret, b"client" + mine + theirs + terms, "sha256"))
+    sock.sendall(terms + hmac.digest(secret, b"client" + GREETING + mine + theirs + terms, "sha256"))
 
 
 def hand_over(*handed: int) -> Peer:
@@ -64,7 +66,7 @@ def hand_over(*handed: int) -> Peer:
 
 
 def truncated(sock: socket.socket) -> None:
-    sock.sendall(MAGIC + bytes(NONCE))
+    sock.sendall(GREETING + bytes(NONCE))
     sock.shutdown(socket.SHUT_WR)
 
 
@@ -74,7 +76,7 @@ BAD_PEERS: dict[str, Peer] = {
     "stalls after a byte": lambda sock: sock.sendall(MAGIC[:1]),
     "garbage": lambda sock: sock.sendall(noise(500)),
     "speaks HTTP": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + b"x" * 100),
-    "oversized": lambda sock: sock.sendall(MAGIC + bytes(100_000)),
+    "oversized": lambda sock: sock.sendall(GREETING + bytes(100_000)),
     "truncated": truncated,
     "wrong secret": lambda sock: prove(sock, secret=b"another secret of the tests"),
     "unknown kind": lambda sock: prove(sock, b"\xff\n!"),
@@ -208,12 +210,12 @@ def rogue(replies: Callable[[socket.socket], None]) -> tuple[str, socket.socket,
 
 def reflect(sock: socket.socket) -> None:
     """Sends the client's own nonce and proof back to it."""
-    sock.sendall(sock.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL))
+    sock.sendall(sock.recv(len(GREETING) + NONCE, socket.MSG_WAITALL))
     sock.sendall(sock.recv(16 + PROOF, socket.MSG_WAITALL)[16:])
 
 
 def guess(sock: socket.socket) -> None:
-    sock.sendall(MAGIC + sock.recv(len(MAGIC) + NONCE, socket.MSG_WAITALL)[len(MAGIC) :])
+    sock.sendall(GREETING + sock.recv(len(GREETING) + NONCE, socket.MSG_WAITALL)[len(GREETING) :])
     sock.sendall(b"x" * PROOF)
     sock.recv(1)
 
@@ -237,14 +239,14 @@ def test_the_server_has_to_prove_itself_too(replies: Callable[[socket.socket], N
 
 
 def refuse(sock: socket.socket) -> None:
-    sock.sendall(MAGIC + bytes(NONCE))
-    sock.recv(len(MAGIC) + NONCE + 16 + PROOF, socket.MSG_WAITALL)
+    sock.sendall(GREETING + bytes(NONCE))
+    sock.recv(len(GREETING) + NONCE + 16 + PROOF, socket.MSG_WAITALL)
     sock.sendall(authentication.REFUSAL)
 
 
 def break_off(sock: socket.socket) -> None:
-    sock.sendall(MAGIC + bytes(NONCE))
-    sock.recv(len(MAGIC) + NONCE + 16 + PROOF, socket.MSG_WAITALL)
+    sock.sendall(GREETING + bytes(NONCE))
+    sock.recv(len(GREETING) + NONCE + 16 + PROOF, socket.MSG_WAITALL)
 
 
 @pytest.mark.parametrize(("replies", "refused"), [(refuse, True), (break_off, False)])
@@ -261,20 +263,27 @@ def test_a_refusal_is_told_from_a_connection_that_broke(
     server.close()
 
 
+OTHERS = {
+    b"moesaic1": f"speaks protocol 'moesaic1', this end '{MAGIC.decode()}' of moesaic '{__version__}'",
+    MAGIC + b"0.0.1".ljust(16, b"\0"): f"is moesaic '0.0.1', this end '{__version__}'",
+    MAGIC + b"\n" * 16: rf"is moesaic '{chr(92)}n{chr(92)}n",
+}
+
+
+@pytest.mark.parametrize("greeting", OTHERS, ids=["protocol", "version", "nonsense"])
 def test_versions_that_differ_refuse_each_other_by_name(
-    listener: Listener, caplog: pytest.LogCaptureFixture
+    greeting: bytes, listener: Listener, caplog: pytest.LogCaptureFixture
 ) -> None:
-    older = b"moesaic1"
-    assert older != MAGIC
+    """On both sides, and though both know the secret."""
     with raw(listener) as sock:
-        sock.sendall(older + bytes(NONCE))
-        answer = authentication.read_exactly(sock, len(MAGIC) + NONCE, Deadline(10.0))
-        assert answer.startswith(MAGIC), "the older one reads why it is refused"
+        sock.sendall(greeting + bytes(NONCE))
+        answer = authentication.read_exactly(sock, len(GREETING) + NONCE, Deadline(10.0))
+        assert answer.startswith(GREETING), "the other one reads why it is refused"
         until(lambda: caplog.records)
-    both = "both need the same version of moesaic"
-    assert f"the other end speaks protocol 'moesaic1', this end '{MAGIC.decode()}': {both}" in caplog.text
-    where, server, thread = rogue(lambda sock: sock.sendall(b"moesaic\n" + sock.recv(40)[8:]))
-    with pytest.raises(ConnectionLost, match=f"speaks protocol 'moesaic.n', this end '{MAGIC.decode()}'"):
+    assert f"the other end {OTHERS[greeting]}" in caplog.text
+    assert "both need the same version of moesaic" in caplog.text
+    where, server, thread = rogue(lambda sock: sock.sendall(greeting + sock.recv(56)[24:]))
+    with pytest.raises(ConnectionLost, match=re.escape(OTHERS[greeting])):
         connect(where, SECRET)
     thread.join()
     server.close()
@@ -430,8 +439,8 @@ def relay(sock: socket.socket) -> None:
     thread = threading.Thread(target=server)
     thread.start()
     with near:
-        near.sendall(authentication.read_exactly(sock, len(MAGIC) + NONCE, deadline))
-        sock.sendall(authentication.read_exactly(near, len(MAGIC) + NONCE, deadline))
+        near.sendall(authentication.read_exactly(sock, len(GREETING) + NONCE, deadline))
+        sock.sendall(authentication.read_exactly(near, len(GREETING) + NONCE, deadline))
         terms = bytearray(authentication.read_exactly(sock, 16 + PROOF, deadline))
         terms[8:16] = struct.pack("<Q", 2 * HEAP)
         near.sendall(terms)

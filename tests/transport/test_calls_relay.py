@@ -10,13 +10,13 @@ from tests.support.call_pairs import HEAP, SECRET, ask, line, lost, noise, proce
 from tests.support.flipping_relay import Change, Relay, relay
 
 from moesaic.core.errors import ConnectionLost, DamagedMessage
-from moesaic.transport.authentication import MAGIC, NONCE, PROOF
+from moesaic.transport.authentication import GREETING, NONCE, PROOF
 from moesaic.transport.calls import Caller
 from moesaic.transport.listening import connect
 from moesaic.transport.sealing import HEADER, RECORD
 
 pytestmark = pytest.mark.slow
-HANDSHAKE = {"up": len(MAGIC) + NONCE + 16 + PROOF, "down": len(MAGIC) + NONCE + PROOF}
+HANDSHAKE = {"up": len(GREETING) + NONCE + 16 + PROOF, "down": len(GREETING) + NONCE + PROOF}
 """Bytes that each direction carries before the first record."""
 ROWS, ROW = 8, 1792
 """The answer has 14 KB."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.config import ExpertServerConfig, WorkerConfig, worker_environment
-from moesaic.runtime.process_end import describe_exit
+from moesaic.runtime.process_end import describe_exit, wait_for_killed
 from moesaic.transport.stream import StreamConnection, stream_pair
 
 
@@ -51,7 +51,7 @@ class ChildProcess:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            wait_for_killed(self.process, self.name)
 
 
 def spawn_worker(config: WorkerConfig) -> ChildProcess:

@@ -36,6 +36,7 @@ from moesaic.cluster.launched_process import LaunchedProcess
 from moesaic.cluster.member import Member, Role
 from moesaic.config import ClusterConfig, ExpertServerConfig, KernelName, WorkerConfig
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.home import expand_home
 from moesaic.models import fingerprint
 from moesaic.policy.fleet.nodes import Resources, choose_nodes, has_room, no_room, threads_that_fit
 from moesaic.transport import address as addresses
@@ -95,7 +96,7 @@ class RayLauncher:
     def fill_defaults(cluster: ClusterConfig) -> ClusterConfig:
         """`cluster` with the address and the secret's file that it has by default."""
         address = cluster.cluster_address or f"tcp:{get_node_ip_address()}:0"
-        file = Path(cluster.cluster_secret_file or SECRET_FILE).expanduser()
+        file = expand_home(cluster.cluster_secret_file or SECRET_FILE)
         if cluster.cluster_secret_file is None:
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         return replace(cluster, cluster_address=address, cluster_secret_file=str(file))

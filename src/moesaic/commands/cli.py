@@ -54,6 +54,7 @@ from moesaic.config import (
 )
 from moesaic.config import settings as variables
 from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.home import expand_home
 from moesaic.jobs.batch.options import RunBatch
 from moesaic.jobs.quantizing.options import QuantizeOptions
 from moesaic.trace.options import RecordConfig
@@ -62,6 +63,9 @@ SHORT = {"-i": "--input-file", "-o": "--output-file"}
 """Short flags. They are replaced by the long ones before the command line is parsed."""
 HELP_ALL = "--help-all"
 """Flag that shows what --help shows, with every flag explained."""
+
+INSTALL_COMPLETION = "--install-completion"
+"""Flag that writes into the user's home directory."""
 
 app = App(
     name="moesaic",
@@ -73,7 +77,9 @@ app = App(
 )
 for group in (bench, profile, hardware, cluster):
     app.command(group)
-app.register_install_completion_command(help="Install completion of commands and flags for your shell.")
+app.register_install_completion_command(
+    INSTALL_COMPLETION, help="Install completion of commands and flags for your shell."
+)
 
 
 @app.command
@@ -304,6 +310,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         app[name].config = settings
     try:
+        if INSTALL_COMPLETION in given:
+            expand_home("~")  # raises ConfigError for a user who has none
         command, bound, _ = app.parse_args(given, exit_on_error=False, print_error=False)
         if getattr(bound.arguments.get("output"), "debug", False):
             given = [*given, "--debug"]  # from a variable or a file
@@ -325,6 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in descriptors.EXHAUSTED_ERRNOS:
             return _fail(descriptors.describe_exhaustion(), 1, given)
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None:
+            return _fail(f"{error.filename}: {error.strerror}", 1, given)
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         replace_stream("stdout")  # what the old one still holds would fail again at exit

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moesaic.commands.options import InitCluster
 from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 from moesaic.transport.secret import write_new_secret
 
 ADDRESS = "HOST:7000"
@@ -22,7 +23,7 @@ def run(options: InitCluster, as_json: bool) -> int:
 
     Raises ConfigError for a file that exists or cannot be written.
     """
-    file = options.file.expanduser()
+    file = expand_home(options.file)
     try:
         write_new_secret(file)
     except FileExistsError as error:

@@ -103,7 +103,9 @@ def warnings(machine: Machine, choice: Choice) -> list[str]:
         notes.append(
             f"only {free} of memory are available, and a model needs at least the size of its weights"
         )
-    if machine.hub_cache_free < 20 * GIB:
+    if machine.hub_cache is None:
+        notes.append("this user has no home directory: set HF_HOME to a directory for downloaded models")
+    elif machine.hub_cache_free < 20 * GIB:
         free = in_bytes(machine.hub_cache_free)
         notes.append(
             f"only {free} are free on the disk of {machine.hub_cache}: set HF_HOME to a directory on a "
@@ -157,6 +159,7 @@ def _facts(machine: Machine) -> dict[str, str]:
         for gpu in machine.gpus
     ]
     nodes = "" if machine.numa_nodes == 1 else f", on {machine.numa_nodes} NUMA nodes"
+    cache = f"{machine.hub_cache}, {in_bytes(machine.hub_cache_free)} free" if machine.hub_cache else "none"
     free, total = in_bytes(machine.memory_available), in_bytes(machine.memory_total)
     return {
         "system": machine.system,
@@ -167,7 +170,7 @@ def _facts(machine: Machine) -> dict[str, str]:
         "GPUs": "\n".join(gpus) or "none visible to torch",
         "Python": machine.python,
         "torch": f"{machine.torch}, {machine.torch_build} build, CPU code for {machine.torch_cpu_capability}",
-        "model cache": f"{machine.hub_cache}, {in_bytes(machine.hub_cache_free)} free",
+        "model cache": cache,
         "moesaic": __version__,
     }
 

@@ -283,7 +283,9 @@ def _choose_target(options: Doctor, source: FoundModel, machine: Machine, measur
         figures = find_hardware(options.hardware)
     elif options.hardware == THIS and measure:
         local_directory = source.directory if source.has_weights else None
-        directory = nearest_existing(Path(machine.hub_cache)) if local_directory is None else local_directory
+        directory = (
+            nearest_existing(Path(machine.hub_cache or ".")) if local_directory is None else local_directory
+        )
         directory = directory if directory.is_dir() else directory.parent
         figures = hardware.now(str(directory))
     if figures is not None:

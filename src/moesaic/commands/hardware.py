@@ -16,6 +16,7 @@ from moesaic.commands.options import MeasureHardware
 from moesaic.commands.progress import progress
 from moesaic.config import Device, ModelConfig
 from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.home import expand_home
 from moesaic.core.weight_types import COMPRESSED_DTYPE, is_packed
 from moesaic.cost.hardware import Hardware
 from moesaic.kernels import table
@@ -51,7 +52,7 @@ def now(model: str, device: Device = "auto") -> Hardware:
     device: cpu for plans that a CPU executes, even if there is a GPU.
     Raises ConfigError for a disk that cannot be measured.
     """
-    path = Path(model).expanduser()
+    path = expand_home(model)
     path = path if path.is_dir() or is_gguf(path) else path.parent
     try:
         hardware = measure(MeasureHardware(path=path, device=device), SHORT)
@@ -71,7 +72,7 @@ def measure(options: MeasureHardware, effort: Effort) -> Hardware:
     device = None if options.device == "cpu" else find_device()
     if options.device == "cuda" and device is None:
         raise ConfigError.field("--device", "cuda", "auto, cpu: torch sees no GPU")
-    path = options.path.expanduser()
+    path = expand_home(options.path)
     effort = _on_experts_of(path if path.is_dir() or is_gguf(path) else path.parent, effort)
     with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
         measuring = Measuring(effort, show, options.threads)

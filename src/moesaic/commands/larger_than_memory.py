@@ -132,14 +132,17 @@ def _measure_once(model: Path) -> Hardware:
     """The figures of this machine and of the model's disk, which are measured at the first start only."""
     keys = __version__, examine().cpu, cores(), model.resolve(), model.stat().st_dev
     name = hashlib.sha256(repr(keys).encode()).hexdigest()[:16]
-    folder = environment.cache_folder() / "hardware"
-    path = folder / f"{name}.toml"
+    try:
+        path = environment.cache_folder() / "hardware" / f"{name}.toml"
+    except ConfigError as error:
+        print(f"moesaic: the next start measures again: {error}", file=sys.stderr)
+        return hardware.now(str(model), "cpu")
     if path.is_file():
         print(f"moesaic: figures of this machine from {path}; delete it to measure again", file=sys.stderr)
         return find_hardware(str(path))
     figures = hardware.now(str(model), "cpu")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         file.save(figures, path)
     except (OSError, ConfigError) as error:
         print(

@@ -13,6 +13,7 @@ import torch
 
 from moesaic.cluster import numa
 from moesaic.config import hub_cache
+from moesaic.core.errors import ConfigError
 from moesaic.kernels import table
 from moesaic.runtime.limits import Limit, cpu_quota, memory_limit
 from moesaic.runtime.machine import NVIDIA, allowed_cpus, available_memory, cores
@@ -77,16 +78,19 @@ class Machine:
     torch_build: str
     """"CPU", or the version of CUDA or ROCm that torch was built for."""
     torch_cpu_capability: str
-    hub_cache: str
-    """Directory of downloaded models."""
+    hub_cache: str | None
+    """Directory of downloaded models. None for a user without a home directory, if no variable names one."""
     hub_cache_free: int
-    """Free space on the disk of that directory."""
+    """Free space on the disk of that directory, in bytes."""
 
 
 def examine() -> Machine:
     """Examine this machine."""
     cpuinfo = _CPUINFO.read_text() if _CPUINFO.is_file() else ""
-    cache = hub_cache()
+    try:
+        cache = hub_cache()
+    except ConfigError:
+        cache = None
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
@@ -105,8 +109,8 @@ def examine() -> Machine:
         torch=str(torch.__version__),
         torch_build=_torch_build(),
         torch_cpu_capability=table.torch_code(),
-        hub_cache=str(cache),
-        hub_cache_free=shutil.disk_usage(nearest_existing(cache)).free,
+        hub_cache=None if cache is None else str(cache),
+        hub_cache_free=0 if cache is None else shutil.disk_usage(nearest_existing(cache)).free,
     )
 
 

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 
 from moesaic.config import Device, KernelName, LogLevel, check_threads
 from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 from moesaic.core.weight_types import NATIVE_DTYPES, is_native
 
 
@@ -278,7 +279,7 @@ class Compress:
     @property
     def target(self) -> Path:
         """The absolute directory, with ~ and links resolved."""
-        return self.directory.expanduser().resolve()
+        return expand_home(self.directory).resolve()
 
 
 @dataclass(frozen=True)

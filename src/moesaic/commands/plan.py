@@ -21,6 +21,7 @@ from moesaic.commands.plan_options import THIS, Plan
 from moesaic.commands.plan_report import Report
 from moesaic.commands.progress import progress
 from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 from moesaic.core.profile import Profile
 from moesaic.cost.assumptions import list_assumptions
 from moesaic.cost.hardware import Hardware, from_tables
@@ -147,7 +148,7 @@ def find_model(name: str, gpu: bool = False, hf_overrides: str | None = None) ->
                 "--hf-overrides", hf_overrides, f"none for {name}, which has no config.json"
             )
         return PUBLISHED_MODELS[name]
-    path = Path(moesaic.__file__).parent / "demo" if name == "demo" else Path(name).expanduser()
+    path = Path(moesaic.__file__).parent / "demo" if name == "demo" else expand_home(name)
     if path.is_dir() or is_gguf(path):
         path = gguf_at(path) or path
     if hf_overrides is None:

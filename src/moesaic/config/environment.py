@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from moesaic.config.values import check_key
+from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 
 _API_KEY, _ADMIN_KEY = "MOESAIC_API_KEY", "MOESAIC_ADMIN_KEY"
 """They stay in the process that they were given to: its children have no use for a key."""
@@ -46,18 +48,29 @@ def ucx_tls(environment: Mapping[str, str] | None = None) -> str | None:
 
 def hub_cache(environment: Mapping[str, str] | None = None) -> Path:
     """Folder of the checkpoints that the Hugging Face hub's library downloaded, by that library's
-    variables."""
+    variables. Raises ConfigError if they name none and the user has no home directory."""
     variables = os.environ if environment is None else environment
     if "HF_HUB_CACHE" in variables:
-        return Path(variables["HF_HUB_CACHE"]).expanduser()
+        return _expand("HF_HUB_CACHE", variables["HF_HUB_CACHE"])
     cache = Path(variables.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(variables.get("HF_HOME", cache)).expanduser() / "hub"
+    return _expand("HF_HOME", variables.get("HF_HOME", cache)) / "hub"
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Folder of what moesaic keeps between runs, in the user's cache folder."""
+    """Folder of what moesaic keeps between runs, in the user's cache folder.
+
+    Raises ConfigError if no variable names one and the user has no home directory.
+    """
     variables = os.environ if environment is None else environment
-    return Path(variables.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "moesaic"
+    return _expand("XDG_CACHE_HOME", variables.get("XDG_CACHE_HOME") or "~/.cache") / "moesaic"
+
+
+def _expand(variable: str, folder: str | Path) -> Path:
+    try:
+        return expand_home(folder)
+    except ConfigError as error:
+        allowed_values = "a folder, in the environment, since this user has no home directory"
+        raise ConfigError.field(variable, str(folder), allowed_values) from error
 
 
 def one_gpu(rank: int, visible: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from moesaic.config.environment import cache_folder
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
+from moesaic.core.home import expand_home
 from moesaic.core.request import SamplingParams
 from moesaic.core.text_config import read_text_config
 from moesaic.models import hub, overrides
@@ -57,13 +58,13 @@ def _resolve(model: str, revision: str | None) -> Path:
     A hub id is looked up in the local Hugging Face cache, or downloaded into it. huggingface_hub reads its
     own settings (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME). Raises ConfigError in one line.
     """
-    if revision is not None and (model == DEMO or Path(model).expanduser().exists()):
+    if revision is not None and (model == DEMO or expand_home(model).exists()):
         raise ConfigError.field(
             "--revision", revision, "none for a model in a directory or a file, which has no other"
         )
     if model == DEMO:
         return _check_directory(Path(__file__).parent.parent / "demo", "the demo checkpoint is not installed")
-    path, file = Path(model).expanduser(), parse_hub_file(model)
+    path, file = expand_home(model), parse_hub_file(model)
     if file is not None and not path.exists():
         return _gguf_from_hub(file, revision)
     if is_gguf(path) or path.is_dir():
@@ -195,7 +196,7 @@ def _change(source: FoundModel, patch: dict[str, Any], folder: Path) -> FoundMod
 
 def _find(model: str, folder: Path, revision: str | None) -> FoundModel:
     """Finds a model without changes."""
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if path.is_file() and path.suffix == ".json":
         if revision is not None:
             raise ConfigError.field("--revision", revision, "none for a config.json, which has no other")

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from moesaic.config.environment import cache_folder
-from moesaic.core.errors import CheckpointError
+from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.models.files import read_config
 from moesaic.models.gguf.header import is_gguf
@@ -272,7 +272,7 @@ def _file_of(key: str) -> Path:
 
 def read_cache(key: str) -> dict[str, str]:
     """What was kept under this name. Empty if nothing was, or nothing that can be read."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: no home, or nested deeply
+    with contextlib.suppress(OSError, ValueError, RecursionError, ConfigError):  # ConfigError: no home
         entry = json.loads(_file_of(key).read_text("utf-8"))
         if isinstance(entry, dict) and all(isinstance(value, str) for value in entry.values()):
             return entry
@@ -281,7 +281,7 @@ def read_cache(key: str) -> dict[str, str]:
 
 def write_cache(key: str, value: dict[str, str]) -> None:
     """Keep it under this name. Without a folder that can be written it is found anew each time."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, ConfigError):
         file = _file_of(key)
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")

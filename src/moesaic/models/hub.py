@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from moesaic.config.environment import hub_cache
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.models.gguf.header import SUFFIX
 from moesaic.models.gguf.hub import HubFile, read_header
@@ -39,6 +40,7 @@ def download(model: str, revision: str | None, allowed_names: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    hub_cache()  # refused here, since the library takes "~" for a folder's name
     with translate_errors(model, revision, allowed_names):
         return Path(
             snapshot_download(model, revision=revision, allow_patterns=PATTERNS, ignore_patterns=IGNORED)
@@ -50,6 +52,7 @@ def find_cached(repository: str, revision: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    hub_cache()
     try:
         return Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
@@ -73,6 +76,7 @@ def download_gguf(file: HubFile, revision: str | None, allowed_names: str) -> Pa
     """The first file of a model, downloaded with the others that it is split over."""
     from huggingface_hub import hf_hub_download
 
+    hub_cache()
     with translate_errors(file.name, revision, allowed_names):
         names = file.files(_list_files(file.repository, revision).names)
         paths = [hf_hub_download(file.repository, name, revision=revision) for name in names]

@@ -8,7 +8,9 @@ Question: What is said of a process that was killed because memory was used up, 
 
 from __future__ import annotations
 
+import logging
 import signal
+import subprocess
 from pathlib import Path
 
 from moesaic.core.errors import CheckpointError
@@ -16,6 +18,9 @@ from moesaic.models.headers import Headers
 from moesaic.runtime.limits import count_oom_kills
 from moesaic.runtime.machine import describe_total_memory, total_memory
 
+LOG = logging.getLogger(__name__)
+KILLED_SECONDS = 2.0
+"""Seconds that a killed process has to end."""
 ADVICE = (
     "allowed: less in --kv-cache-memory, --max-num-seqs or --max-num-batched-tokens, or --fast-memory, "
     "which leaves experts on the disk"
@@ -62,3 +67,16 @@ def _find_cut_file(model: Path) -> str:
     except (CheckpointError, OSError) as error:
         return str(error)
     return "none of its files is short now, so it was put back, or the disk fails"
+
+
+def wait_for_killed(process: subprocess.Popen[bytes], name: str) -> None:
+    """Waits for the end of a process that got SIGKILL, but not for one that the kernel cannot end: it waits
+    for a disk or a network file system that does not answer."""
+    try:
+        process.wait(KILLED_SECONDS)
+    except subprocess.TimeoutExpired:
+        LOG.warning(
+            "%s %s cannot be killed: it waits for a disk or a network file system; it ends once that answers",
+            name,
+            process.pid,
+        )

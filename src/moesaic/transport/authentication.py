@@ -1,12 +1,13 @@
 """The handshake of a connection: both sides prove that they know the secret, without sending it.
 
-    client: MAGIC, 32 random bytes a             server: MAGIC, 32 random bytes b
-    client: terms, HMAC(secret, "client" a b terms)
-                                                 server: HMAC(secret, "server" a b terms)
+    client: GREETING, 32 random bytes a          server: GREETING, 32 random bytes b
+    client: terms, HMAC(secret, "client" GREETING a b terms)
+                                                 server: HMAC(secret, "server" GREETING a b terms)
 
 The HMAC is HMAC-SHA256, compared in constant time. The two labels differ, so a proof cannot be sent back to
 its sender. The numbers a and b are new each time, so a proof cannot be used twice. Every message has a fixed
-length, so nothing is parsed before the peer is known.
+length, so nothing is parsed before the peer is known. The greeting has the protocol and the version of
+moesaic, and both ends go on only if they are the same.
 
 A server that does not accept the proof answers with REFUSAL instead of its own proof. So a client can tell a
 refusal from a connection that broke. After the handshake both ends have keys that depend on a, b and the
@@ -23,11 +24,15 @@ import time
 from typing import NamedTuple
 
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.version import __version__
 from moesaic.transport.calls import MAX_HEAP, MIN_HEAP
 from moesaic.transport.sealing import Keys, derive_client_keys
 
-MAGIC = b"moesaic4"
-"""Name and version of the protocol. Ends of different versions refuse each other."""
+MAGIC = b"moesaic5"
+"""Name and number of the protocol. Ends with different ones refuse each other."""
+VERSION_BYTES = 16
+GREETING = MAGIC + __version__.encode()[:VERSION_BYTES].ljust(VERSION_BYTES, b"\0")
+"""The protocol and the version of moesaic, with zeros behind it."""
 _NAME = b"moesaic"
 NONCE = 32
 PROOF = 32
@@ -91,9 +96,9 @@ def prove_as_client(sock: socket.socket, secret: bytes, terms: Terms, deadline: 
     Raises Refused when the secrets or the versions differ, otherwise ConnectionLost or OSError.
     """
     own_nonce = secrets.token_bytes(NONCE)
-    _send(sock, MAGIC + own_nonce, deadline)
-    magic, peer_nonce = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
-    _check_version(magic)
+    _send(sock, GREETING + own_nonce, deadline)
+    greeting, peer_nonce = _read_greeting(sock, deadline)
+    _check_version(greeting)
     nonces = own_nonce + peer_nonce
     packed_terms = _TERMS.pack(terms.kind.encode(), terms.heap_bytes)
     _send(sock, packed_terms + _proof(secret, b"client", nonces, packed_terms), deadline)
@@ -110,10 +115,10 @@ def prove_as_server(sock: socket.socket, secret: bytes, deadline: Deadline) -> t
 
     Raises ConnectionLost if the client does not know the secret or has another version, or OSError.
     """
-    magic, peer_nonce = _magic(sock, deadline), read_exactly(sock, NONCE, deadline)
+    greeting, peer_nonce = _read_greeting(sock, deadline)
     own_nonce = secrets.token_bytes(NONCE)
-    _send(sock, MAGIC + own_nonce, deadline)  # also to another version, which then knows why it is refused
-    _check_version(magic)
+    _send(sock, GREETING + own_nonce, deadline)  # also to another version, which then knows why it is refused
+    _check_version(greeting)
     packed_terms = read_exactly(sock, _TERMS.size, deadline)
     proof, nonces = read_exactly(sock, PROOF, deadline), peer_nonce + own_nonce
     if not hmac.compare_digest(proof, _proof(secret, b"client", nonces, packed_terms)):
@@ -143,22 +148,29 @@ def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
     sock.sendall(data)
 
 
-def _magic(sock: socket.socket, deadline: Deadline) -> bytes:
-    """What the other end calls its protocol. Raises ConnectionLost if that is not moesaic."""
+def _read_greeting(sock: socket.socket, deadline: Deadline) -> tuple[bytes, bytes]:
+    """The greeting of the other end, and its random bytes. Of another protocol the greeting is its MAGIC.
+
+    Raises ConnectionLost if that is not moesaic.
+    """
     magic = read_exactly(sock, len(MAGIC), deadline)
     if not magic.startswith(_NAME):
         raise ConnectionLost("the other end is not moesaic")
-    return magic
+    version = read_exactly(sock, VERSION_BYTES, deadline) if magic == MAGIC else b""
+    return magic + version, read_exactly(sock, NONCE, deadline)
 
 
-def _check_version(magic: bytes) -> None:
-    if magic != MAGIC:
-        peer_version, own_version = ascii(magic.decode("latin-1")), ascii(MAGIC.decode())
-        raise PeerRefused(
-            f"the other end speaks protocol {peer_version}, this end {own_version}: "
-            "both need the same version of moesaic"
-        )
+def _check_version(greeting: bytes) -> None:
+    """Raises PeerRefused, with both versions, unless the other end has that of this one."""
+    if greeting == GREETING:
+        return
+    text = greeting.decode("latin-1").rstrip("\0")
+    if greeting.startswith(MAGIC):
+        difference = f"is moesaic {text[len(MAGIC) :]!a}, this end {__version__!r}"
+    else:
+        difference = f"speaks protocol {text!a}, this end {MAGIC.decode()!r} of moesaic {__version__!r}"
+    raise PeerRefused(f"the other end {difference}: both need the same version of moesaic")
 
 
 def _proof(secret: bytes, label: bytes, nonces: bytes, terms: bytes) -> bytes:
-    return hmac.digest(secret, label + nonces + terms, "sha256")
+    return hmac.digest(secret, label + GREETING + nonces + terms, "sha256")

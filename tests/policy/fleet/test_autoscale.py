@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moesaic.core.errors import ConfigError
@@ -112,6 +112,41 @@ def test_never_outside_the_bounds_and_calm_after_a_change(
             assert target >= servers - 1
             assert now - changed >= 30.0
             changed = now
+
+
+@given(
+    flips=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 119)), min_size=2, max_size=6),
+    loads=st.tuples(st.floats(3.0, 12.0), st.floats(0.0, 1.0)),
+    missed=st.integers(0, 2),
+)
+@example(flips=[(6, 4)] * 300, loads=(9.0, 0.1), missed=1)
+def test_a_load_that_flips_adds_servers_and_removes_none(
+    flips: list[tuple[int, int]], loads: tuple[float, float], missed: int
+) -> None:
+    """flips: seconds of the high load and of the low one, which is shorter than `down_seconds`.
+
+    loads: what the requests of each take, in servers that have work all the time. The high one is no low
+    load of six servers.
+    """
+    rule = AutoscaleRule(1, 6)
+    scaler, now, servers, counts = Autoscaler(rule), 0.0, 2, [2]
+    for durations in flips:
+        for seconds, load, late in zip(durations, loads, (missed, 0), strict=True):
+            for _ in range(seconds):
+                waiting = max(0, round(4 * (load - servers)))
+                servers = scaler.decide(now, waiting, min(1.0, load / servers), late, servers)
+                counts.append(servers)
+                now += 1.0
+    assert counts == sorted(counts)
+    assert len(set(counts)) - 1 <= rule.maximum - 2, "scaling calls"
+
+
+def test_a_load_that_flips_each_few_seconds_changes_nothing() -> None:
+    """High for less than `up_seconds`."""
+    scaler = Autoscaler(AutoscaleRule(1, 6))
+    for second in range(7200):
+        busy = 1.0 if second % 8 < 4 else 0.0
+        assert decide(scaler, float(second), busy, queue=round(30 * busy), missed=round(busy)) == 2
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 from moesaic.cluster.joining.options import JoinOptions, OnJoined
 from moesaic.config import worker_environment
 from moesaic.core.errors import ConfigError, ConnectionLost
-from moesaic.runtime.process_end import describe_exit
+from moesaic.runtime.process_end import describe_exit, wait_for_killed
 from moesaic.transport.authentication import PeerRefused, RefusedByCluster
 
 _KINDS: dict[str, type[ConnectionLost]] = {
@@ -93,7 +93,7 @@ class Child:
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.process.kill()
-        self.process.wait()
+        wait_for_killed(self.process, "the process")
         self.close()
 
 

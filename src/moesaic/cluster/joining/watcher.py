@@ -8,6 +8,7 @@ from moesaic.cluster.joining import child, enlisting
 from moesaic.cluster.joining.options import JoinOptions
 from moesaic.config import actor_environment
 from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.home import expand_home
 from moesaic.transport.secret import read_secret
 
 
@@ -54,7 +55,7 @@ class ProcessWatcher:
 def _secret(file: Path) -> bytes:
     """The cluster's secret. Raises ConfigError for a file that cannot be used, with what to do."""
     try:
-        return read_secret(file.expanduser(), "--cluster-secret-file")
+        return read_secret(expand_home(file), "--cluster-secret-file")
     except ConfigError as error:
         hint = "every node needs a copy of one file, with mode 600; `moesaic cluster init` makes it"
         raise ConfigError(f"{error}; {hint}") from error

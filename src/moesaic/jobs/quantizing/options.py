@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from moesaic.config import KernelName, check_threads
 from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 
 Modules = Literal["experts", "attention", "mlp"]
 
@@ -82,7 +83,7 @@ class QuantizeOptions:
     @property
     def target(self) -> Path:
         """The absolute directory, with ~ and links resolved."""
-        return self.directory.expanduser().resolve()
+        return expand_home(self.directory).resolve()
 
     def _refuse_unused(self) -> None:
         """Raises ConfigError for flags that would have no effect."""

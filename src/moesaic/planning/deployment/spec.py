@@ -34,6 +34,7 @@ from typing import Any
 from moesaic.core import paced_devices
 from moesaic.core.curves import TableChecker
 from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.core.topology import HostLink, pairs
 from moesaic.cost.hardware import Hardware, from_tables
@@ -141,7 +142,7 @@ def load(spec_text: str) -> ClusterSpec:
     """
     if not spec_text.endswith(".toml"):
         return _parse_short_form(spec_text)
-    path = Path(spec_text).expanduser()
+    path = expand_home(spec_text)
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -217,7 +218,7 @@ def _pool(table: _Machines, folder: Path, place: str) -> Pool:
     curves = None
     if table.curves is not None:
         try:
-            curves = paced_devices.read(folder / Path(table.curves).expanduser())
+            curves = paced_devices.read(folder / expand_home(table.curves))
         except ConfigError as error:
             raise ConfigError(f"{place}curves{str(error).removeprefix(paced_devices.FLAG)}") from error
     return Pool(
@@ -247,7 +248,7 @@ def _hardware(name: str, folder: Path, place: str) -> Hardware:
     if not name.endswith(".toml"):
         raise ConfigError.field(f"{place}device", name, f"{', '.join(MACHINES)}, or a .toml file")
     try:
-        return from_tables(tomllib.loads((folder / Path(name).expanduser()).read_text(encoding="utf-8")))
+        return from_tables(tomllib.loads((folder / expand_home(name)).read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError.field(f"{place}device", name, f"a file to read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

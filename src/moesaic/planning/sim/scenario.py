@@ -11,6 +11,7 @@ from typing import Any
 from moesaic.cluster.autoscaling import autoscale_rules
 from moesaic.config import ClusterConfig, QueueConfig
 from moesaic.core.errors import ConfigError
+from moesaic.core.home import expand_home
 from moesaic.core.topology import FLAG, Topology
 from moesaic.core.topology import read as read_topology
 from moesaic.planning.sim.fields import (
@@ -362,7 +363,7 @@ class Scenario:
 
     def path(self, name: str) -> Path:
         """A path of the file."""
-        return self.folder / Path(name).expanduser()
+        return self.folder / expand_home(name)
 
 
 def load(file: Path, changes: Sequence[str] = ()) -> Scenario:

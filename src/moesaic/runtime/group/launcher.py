@@ -28,7 +28,7 @@ from moesaic.core.messages import RanksMeet
 from moesaic.experts.collectives.group import Group
 from moesaic.runtime.machine import allowed_cpus, limit_cores
 from moesaic.runtime.model_loading import count_gpus
-from moesaic.runtime.process_end import describe_exit
+from moesaic.runtime.process_end import describe_exit, wait_for_killed
 
 try:
     from moesaic.runtime.group.meeting import RankPlace, meet
@@ -246,7 +246,7 @@ def _end(processes: list[subprocess.Popen[bytes]], end_event: threading.Event) -
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            wait_for_killed(process, "rank")
 
 
 def rank_config(config: WorkerConfig, rank: int) -> WorkerConfig:

@@ -1,0 +1,3 @@
+"""The version of moesaic. Processes of a cluster say it to each other."""
+
+__version__ = "0.3.0"
