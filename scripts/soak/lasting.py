@@ -29,6 +29,7 @@ from itertools import count
 from pathlib import Path
 
 import httpx
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from scripts.soak.lasting_faults import FAULTS, Fault, Site
@@ -130,7 +131,8 @@ def run(arguments: argparse.Namespace, console: Console) -> list[Record]:
                     is_over = True
                     break
                 rng = random.Random(f"{arguments.seed}/{number}")
-                fault = rng.choice([fault for fault in FAULTS if fault.can_be_made(site)])
+                faults = [fault for fault in FAULTS if fault.can_be_made(site)]
+                fault = faults[number % len(faults)]
                 record = Record(number, fault.name)
                 records.append(record)
                 begin = time.monotonic()
@@ -149,12 +151,13 @@ def run(arguments: argparse.Namespace, console: Console) -> list[Record]:
 
 def show(records: list[Record], console: Console) -> None:
     """Prints the summary by kinds of states."""
-    table = Table(title="states that last")
+    table = Table(title="states that last", box=box.SIMPLE, padding=(0, 0, 0, 1))
     for column in ("state", "rounds", "requests", "503", "lost", "different", "leaks", "probes", "wrong"):
         table.add_column(column, justify="left" if column == "state" else "right")
     for name in [*(fault.name for fault in FAULTS), "all"]:
         rows = [record for record in records if name in (record.fault, "all")]
-        numbers = [len(rows), *(sum(values) for values in zip(*(row.numbers() for row in rows), strict=True))]
+        sums = [sum(values) for values in zip(*(row.numbers() for row in rows), strict=True)]
+        numbers = [len(rows), *(sums or [0] * 7)]
         table.add_row(name, *(f"{number:,}" for number in numbers))
     console.print(table)
 
@@ -163,7 +166,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.soak.lasting", description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--minutes", type=float, help="begin no round after so many, whatever --rounds says")
-    parser.add_argument("--seed", default="0", help="of everything that is drawn")
+    parser.add_argument("--seed", default="0", help="of what is drawn: who dies, and for how long")
     parser.add_argument(
         "--outage", type=float, default=10.0, help="--unavailable-timeout; longer than a start takes"
     )

@@ -182,9 +182,10 @@ class SlowStart(Fault):
 
 
 FAULTS = (
-    *(ChangedFile(), RewrittenFile(), MissingFile()),
-    *(LowLimit(), FullDisk(), SetClock(), SlowStart()),
+    *(MissingFile(), SetClock(), ChangedFile(), LowLimit()),
+    *(FullDisk(), RewrittenFile(), SlowStart()),
 )
+"""They take turns."""
 
 
 def write_in_place(file: Path, data: bytes) -> None:
