@@ -49,6 +49,7 @@ from moesaic.runtime.model_loading import (
 )
 from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import LayerPredictor, PredictionRunner
+from moesaic.runtime.prefix_cache.build import compute_root
 from moesaic.runtime.routing_recorder import build_recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -93,7 +94,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, make_block_pool(config.cache, size), inflight, speculation),
+        LockstepScheduler(limits, _make_blocks(config, loaded_model, size), inflight, speculation),
         stages.memory,
         recorder=build_recorder(config, loaded_model.model.spec, context.routing),
         routes=TokenRoutes(loaded_model.model.spec.moe_layers)
@@ -135,7 +136,7 @@ def with_servers(
     if config.model.cudagraph_mode == "full":
         clients = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
-    blocks = make_block_pool(config.cache, size)
+    blocks = _make_blocks(config, loaded_model, size)
     scheduler = _scheduler(context, blocks, len(layout.model_layers), speculation, decisions)
     return WorkerParts(
         loaded_model,
@@ -155,6 +156,11 @@ def with_servers(
         least_rows=decisions.least_rows if config.scheduler.schedule == "async" else 0,
         predictor=_predictor(stages, remote, unpaced_runner if clients.runner is runner else clients.runner),
     )
+
+
+def _make_blocks(config: WorkerConfig, loaded_model: LoadedModel, size: CacheSize) -> KVBlocks:
+    root = compute_root(config, loaded_model, choose_kv_dtype(config.cache, loaded_model))
+    return make_block_pool(config.cache, size, stored_root=root)
 
 
 def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
