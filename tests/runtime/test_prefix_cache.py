@@ -104,7 +104,7 @@ def test_blocks_are_stored_when_they_are_evicted_and_when_requests_are_preempted
 
 
 def test_what_the_bits_depend_on_is_part_of_the_name() -> None:
-    model = SimpleNamespace(spec=SimpleNamespace(states=None, kv_layers=2, kv="layout"))
+    model = SimpleNamespace(spec=SimpleNamespace(states=None, state_layers=(), kv_layers=2, kv="layout"))
     loaded = SimpleNamespace(
         model=model,
         device=torch.device("cpu"),
@@ -121,9 +121,6 @@ def test_what_the_bits_depend_on_is_part_of_the_name() -> None:
         compute_root(replace(config, cache=replace(config.cache, block_size=8)), loaded, torch.float32),
     ]
     assert len({base, *roots}) == 4
-    model.spec.states = "states"
-    with pytest.raises(ConfigError, match="--prefix-cache-dir: got 'x'.*linear attention"):
-        compute_root(config, loaded, torch.float32)
     assert compute_root(WorkerConfig(ModelConfig("demo")), loaded, torch.float32) is None
 
 
@@ -145,13 +142,18 @@ def test_only_the_owner_can_read_what_users_wrote(tmp_path: Path) -> None:
 class Memory:
     """KV blocks of which each has one content for ever."""
 
-    block_bytes = BLOCK_BYTES
+    block_bytes, page_bytes = BLOCK_BYTES, 0
 
     def __init__(self) -> None:
         self.blocks: dict[int, np.ndarray] = {}
 
     def copy_block(self, block: int) -> np.ndarray:
         return content(block)
+
+    copy_page = copy_block
+
+    def put_page(self, page: int, data: np.ndarray) -> None:
+        raise AssertionError("it has no states")
 
     def put_block(self, block: int, data: np.ndarray) -> None:
         self.blocks[block] = data.copy()
@@ -287,7 +289,7 @@ def test_a_process_that_is_killed_leaves_whole_entries(tmp_path: Path) -> None:
 
 def written(files: EntryFiles, count: int) -> PrefixWriter:
     """A writer that was given so many blocks and has ended."""
-    writer = PrefixWriter(files, BLOCK_BYTES, content)
+    writer = PrefixWriter(files, content, content)
     blocks = list(range(count))
     writer.keep(PrefixChanges([PrefixPath(blocks, [digest(block) for block in blocks])]))
     writer.close()
@@ -312,7 +314,7 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
 
 def test_an_evicted_block_is_written_as_it_was(tmp_path: Path) -> None:
     memory = {number: content(number) for number in range(40)}
-    writer = PrefixWriter(EntryFiles(str(tmp_path), 1 << 30), BLOCK_BYTES, lambda block: memory[block].copy())
+    writer = PrefixWriter(EntryFiles(str(tmp_path), 1 << 30), lambda block: memory[block].copy(), content)
     blocks = list(range(40))
     writer.keep(PrefixChanges([PrefixPath(blocks, [digest(block) for block in blocks])], blocks))
     for data in memory.values():

@@ -387,7 +387,6 @@ class WorkerConfig:
         for flag, value, required_value in (
             ("--device", "cuda" if self.model.device == "cuda" else None, None),
             ("--tensor-parallel-size", self.parallel.tensor_parallel_size, 1),
-            ("--fast-memory", None if self.offload is None else "a model larger than memory", None),
             ("--prefill-workers", self.kv_role and "one or more", None),
         ):
             if value != required_value:

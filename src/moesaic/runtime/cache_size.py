@@ -95,7 +95,7 @@ def make_block_pool(
     stored_root: the digest before first blocks, where prefixes are stored."""
     arguments = size.num_blocks, cache.block_size, cache.enable_prefix_caching
     if size.seats:
-        return StateBlocks(*arguments, size.seats, size.snapshots)
+        return StateBlocks(*arguments, size.seats, size.snapshots, stored_root)
     if padded_tokens is not None:
         return PaddedBlocks(*arguments, padded_tokens)
     return KVBlocks(*arguments, stored_root=stored_root)

@@ -336,7 +336,7 @@ class ContinuousBatching:
 
     def _find_stored_blocks(self, sequence: Sequence) -> range:
         """The blocks of a request to read from the disk: behind those in memory, and before rows that run."""
-        num_tokens = min(sequence.disk_tokens, sequence.reusable)
+        num_tokens = sequence.disk_tokens if sequence.disk_tokens <= sequence.reusable else 0
         return range(sequence.num_computed // self.blocks.block_size, num_tokens // self.blocks.block_size)
 
     def _may_grow(self, sequence: Sequence) -> bool:

@@ -155,6 +155,10 @@ class KVBlocks:
         """Counts of seats and pages of states."""
         return StateStats()
 
+    def _snapshot_pages(self, known_blocks: list[int]) -> dict[int, int]:
+        """Index of a block -> the page with the state at its end, where one is kept."""
+        return {}
+
     def _usable(self, known_blocks: list[int]) -> list[int]:
         """The blocks found for a prompt from which its request can go on."""
         return known_blocks
@@ -266,7 +270,8 @@ class KVBlocks:
     def _path(self, root: bytes, known_blocks: list[int]) -> PrefixPath:
         """The names of the first known blocks of a request."""
         keys = [self._keys[block] for block in known_blocks]
-        return PrefixPath(known_blocks, chain_digests(root, [key[1] for key in keys if key is not None]))
+        digests = chain_digests(root, [key[1] for key in keys if key is not None])
+        return PrefixPath(known_blocks, digests, self._snapshot_pages(known_blocks))
 
     def _find(self, token_ids: IntArray, limit: int, salt: bytes) -> list[int]:
         """The longest run of known blocks that begins `token_ids`, with at most `limit` tokens."""

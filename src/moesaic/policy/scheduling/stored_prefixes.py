@@ -35,6 +35,8 @@ class PrefixPath:
     blocks: list[int]
     digests: list[bytes]
     """The names of the blocks."""
+    pages: dict[int, int] = field(default_factory=dict)
+    """Index of a block -> the page with the state at its end, where such a snapshot is kept."""
 
 
 @dataclass
@@ -45,9 +47,11 @@ class PrefixChanges:
     """Paths of requests that ended or were preempted."""
     evicted_blocks: list[int] = field(default_factory=list)
     """Blocks whose content is written over next. Those of `paths` may be among them."""
+    evicted_pages: list[int] = field(default_factory=list)
+    """Pages of states whose content is written over next."""
 
     def __bool__(self) -> bool:
-        return bool(self.paths or self.evicted_blocks)
+        return bool(self.paths or self.evicted_blocks or self.evicted_pages)
 
 
 def chain_digests(root: bytes, contents: Iterable[bytes]) -> list[bytes]:
@@ -64,6 +68,11 @@ def chain_digests(root: bytes, contents: Iterable[bytes]) -> list[bytes]:
         digest = hashlib.blake2b(digest + content, digest_size=DIGEST_BYTES).digest()
         digests.append(digest)
     return digests
+
+
+def state_digest(digest: bytes) -> bytes:
+    """The name of the state at the end of a block."""
+    return hashlib.blake2b(digest + b"state", digest_size=DIGEST_BYTES).digest()
 
 
 def choose_expired(entries: Sequence[StoredEntry], limit: int, num_needed_bytes: int) -> list[StoredEntry]:

@@ -16,7 +16,7 @@ from moesaic.config import WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.kernels import native
 from moesaic.models import files, fingerprint
-from moesaic.models.kvcache.memory import LayerMemory
+from moesaic.models.kvcache.memory import HybridMemory, LayerMemory
 from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.policy.scheduling.stored_prefixes import DIGEST_BYTES
 from moesaic.runtime.model_loading import LoadedModel
@@ -36,17 +36,22 @@ def compute_root(config: WorkerConfig, loaded_model: LoadedModel, kv_dtype: torc
     spec = loaded_model.model.spec
     if loaded_model.device.type != "cpu":
         raise ConfigError.field("--device", str(loaded_model.device), "cpu with --prefix-cache-dir")
-    if spec.states is not None:
-        condition = (
-            "nothing for a model with linear attention or short convolutions, whose states are not stored"
-        )
+    if spec.states is not None and config.offload is not None:
+        condition = "nothing with --fast-memory and linear attention or convolutions: no state is kept there"
         raise ConfigError.field("--prefix-cache-dir", config.cache.prefix_cache_dir, condition)
     path = files.resolve(*config.model.source)
     words = (
         *(fingerprint.compute_fingerprint(path), *fingerprint.list_versions(path)),
         *(loaded_model.kernels.name, _native_digest(), torch.__version__),
         *(str(loaded_model.dtype), str(kv_dtype), config.cache.block_size),
-        *(spec.kv_layers, spec.kv, config.remote_experts, config.scheduler.combine),
+        *(
+            spec.kv_layers,
+            spec.kv,
+            spec.states,
+            len(spec.state_layers),
+            config.remote_experts,
+            config.scheduler.combine,
+        ),
     )
     return hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BYTES).digest()
 
@@ -63,7 +68,9 @@ def build_prefixes(
     root = compute_root(config, loaded_model, kv_dtype)
     if root is None or config.cache.prefix_cache_dir is None:
         return StoredPrefixes()
-    assert isinstance(memory, PagedKV), "refused with what has another memory"
+    if not isinstance(memory, PagedKV | HybridMemory):
+        condition = "nothing where the KV cache is on two levels of memory"
+        raise ConfigError.field("--prefix-cache-dir", config.cache.prefix_cache_dir, condition)
     limit = config.cache.prefix_cache_bytes
     entry_files = EntryFiles(config.cache.prefix_cache_dir, limit)
     _report(memory.block_bytes / config.cache.block_size, max_model_len, limit, config)

@@ -7,8 +7,10 @@ Question: How does the KV of a prompt come back from the disk (`--prefix-cache-d
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,11 +21,11 @@ import numpy as np
 
 from moesaic.core.metrics import StoredPrefixStats
 from moesaic.core.request import Request
-from moesaic.core.tokens import IntArray
+from moesaic.core.tokens import STATE_CHUNK, IntArray
 from moesaic.models.kvcache.images import Bytes
 from moesaic.policy.scheduling.kvblocks import block_contents
 from moesaic.policy.scheduling.schedulers.actions import Event, KeepPrefixes, PrefixRead, ReadPrefix
-from moesaic.policy.scheduling.stored_prefixes import chain_digests
+from moesaic.policy.scheduling.stored_prefixes import chain_digests, state_digest
 from moesaic.runtime.prefix_cache.entry_files import EntryFiles
 from moesaic.runtime.prefix_cache.writer import PrefixWriter
 
@@ -41,6 +43,15 @@ class BlockMemory(Protocol):
     def copy_block(self, block: int) -> Bytes: ...
 
     def put_block(self, block: int, data: Bytes) -> None: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the state of a sequence at a multiple of STATE_CHUNK tokens. 0 without states."""
+        ...
+
+    def copy_page(self, page: int) -> Bytes: ...
+
+    def put_page(self, page: int, data: Bytes) -> None: ...
 
 
 class StoredPrefixes:
@@ -89,7 +100,9 @@ class PrefixesOnDisk(StoredPrefixes):
         """root: the digest before first blocks. on_read: called from a thread when a read has ended."""
         self._memory, self._block_size, self._root, self._files = memory, block_size, root, files
         self._on_read = on_read
-        self._writer = PrefixWriter(files, memory.block_bytes, memory.copy_block)
+        self._stride = math.lcm(block_size, STATE_CHUNK) // block_size if memory.page_bytes else 1
+        """A state is stored at the end of every so many blocks, at most."""
+        self._writer = PrefixWriter(files, memory.copy_block, memory.copy_page)
         self._queue = ThreadPoolExecutor(1, "reading prefixes")
         self._readers = ThreadPoolExecutor(READERS, "reading KV blocks")
         self._digests: dict[int, list[bytes]] = {}
@@ -121,7 +134,8 @@ class PrefixesOnDisk(StoredPrefixes):
     def read(self, action: ReadPrefix) -> None:
         digests = self._digests[action.request_id][action.first_block :]
         self._num_reading += 1
-        self._queue.submit(self._read, action.request_id, digests, action.blocks)
+        page = action.states[2] if action.states else None
+        self._queue.submit(self._read, action.request_id, digests, action.blocks, page)
 
     def keep(self, action: KeepPrefixes) -> None:
         self._writer.keep(action.changes)
@@ -156,16 +170,24 @@ class PrefixesOnDisk(StoredPrefixes):
         digests = chain_digests(self._root, contents)
         stored_digests = list(itertools.takewhile(self._files.contains, digests))
         self._writer.forget(digests[len(stored_digests) :])
-        return stored_digests
+        return stored_digests[: self._last_state(stored_digests)]
+
+    def _last_state(self, digests: list[bytes]) -> int:
+        """After how many of these blocks a request can go on: all of them, or those up to the last state."""
+        if not self._memory.page_bytes:
+            return len(digests)
+        ends = range(len(digests) // self._stride * self._stride, 0, -self._stride)
+        return next((end for end in ends if self._files.contains(state_digest(digests[end - 1]))), 0)
 
     # ---- the threads
 
-    def _read(self, request_id: int, digests: list[bytes], blocks: IntArray) -> None:
-        """Read blocks until one of them is missing or damaged."""
+    def _read(self, request_id: int, digests: list[bytes], blocks: IntArray, page: int | None) -> None:
+        """Read blocks until one of them is missing or damaged. With a page, all count or none."""
         num_read, has_missed = 0, threading.Event()
 
         def read_block(digest: bytes, block: int) -> bool:
-            is_read = not has_missed.is_set() and self._read_block(digest, block)
+            put = functools.partial(self._memory.put_block, block)
+            is_read = not has_missed.is_set() and self._read_entry(digest, self._memory.block_bytes, put)
             if not is_read:
                 has_missed.set()
             return is_read
@@ -174,6 +196,8 @@ class PrefixesOnDisk(StoredPrefixes):
             if not is_read:
                 break
             num_read += 1
+        if page is not None:
+            num_read = self._read_state(digests, page) if num_read == len(digests) else 0
         self._writer.remember(digests[:num_read])
         self._writer.forget(digests[num_read:])
         with self._news:
@@ -183,8 +207,17 @@ class PrefixesOnDisk(StoredPrefixes):
         if self._on_read is not None:
             self._on_read()
 
-    def _read_block(self, digest: bytes, block: int) -> bool:
-        content = np.empty(self._memory.block_bytes, np.uint8)
+    def _read_state(self, digests: list[bytes], page: int) -> int:
+        """Read the state at the end of these blocks. Returns how many of them count."""
+        name, put = state_digest(digests[-1]), functools.partial(self._memory.put_page, page)
+        if not self._read_entry(name, self._memory.page_bytes, put):
+            self._writer.forget([name])
+            return 0
+        self._writer.remember([name])
+        return len(digests)
+
+    def _read_entry(self, digest: bytes, num_bytes: int, put: Callable[[Bytes], None]) -> bool:
+        content = np.empty(num_bytes, np.uint8)
         try:
             is_read = self._files.read(digest, content)
         except OSError as error:
@@ -196,7 +229,7 @@ class PrefixesOnDisk(StoredPrefixes):
                 with self._news:
                     self._count(damaged_entries=1)
             return False
-        self._memory.put_block(block, content)
+        put(content)
         with self._news:
             self._count(read_bytes=len(content))
         return True

@@ -12,35 +12,44 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from moesaic.core.metrics import StoredPrefixStats
 from moesaic.models.kvcache.images import Bytes
-from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, PrefixPath
+from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, PrefixPath, state_digest
 from moesaic.runtime.prefix_cache.entry_files import EntryFiles
 
 LOG = logging.getLogger(__name__)
-MAX_COPIED_BYTES = 256 << 20
+MAX_COPIED_BYTES = 64 << 20
 """Bytes of blocks that wait outside of the KV cache. What comes on top of them is not written."""
 PAUSE_SECONDS = 30.0
 """Nothing is written for so long after the disk was full or failed."""
 FLUSH_SECONDS = 5.0
 """When the process ends, writing goes on for at most so long."""
 
-CopyBlock = Callable[[int], Bytes]
-"""Returns the content of a KV block, in memory of its own."""
+CopyPart = Callable[[int], Bytes]
+"""Returns the content of a KV block or of a page of states, in memory of its own."""
+
+
+class Place(NamedTuple):
+    """A part of the memory of sequences."""
+
+    is_page: bool
+    """True: a page of states. False: a KV block."""
+    number: int
 
 
 class PrefixWriter:
-    """A queue of blocks, and the thread that writes them."""
+    """A queue of KV blocks and pages of states, and the thread that writes them."""
 
-    def __init__(self, files: EntryFiles, block_bytes: int, copy_block: CopyBlock) -> None:
-        self._files, self._block_bytes, self._copy_block = files, block_bytes, copy_block
+    def __init__(self, files: EntryFiles, copy_block: CopyPart, copy_page: CopyPart) -> None:
+        self._files, self._copy_block, self._copy_page = files, copy_block, copy_page
         self._news = threading.Condition()
         """Protects what follows."""
-        self._waiting: OrderedDict[bytes, int | Bytes] = OrderedDict()
-        """Digest -> the KV block, or a copy of its content."""
-        self._waiting_blocks: dict[int, bytes] = {}
-        """KV block -> digest, for those that wait in the cache."""
+        self._waiting: OrderedDict[bytes, Place | Bytes] = OrderedDict()
+        """Digest -> where the content is in memory, or a copy of it."""
+        self._waiting_places: dict[Place, bytes] = {}
+        """Place -> digest, for what waits in the memory of sequences."""
         self._used_paths: deque[list[bytes]] = deque()
         """Paths that were used, whose files get a new time once they are written."""
         self._stored_digests: set[bytes] = set()
@@ -64,7 +73,9 @@ class PrefixWriter:
             for path in changes.paths:
                 self._queue(path)
             for block in changes.evicted_blocks:
-                self._move_out(block)
+                self._move_out(Place(False, block))
+            for page in changes.evicted_pages:
+                self._move_out(Place(True, page))
             self._news.notify()
 
     def remember(self, digests: list[bytes]) -> None:
@@ -90,25 +101,36 @@ class PrefixWriter:
         self._thread.join(FLUSH_SECONDS + 1.0)
 
     def _queue(self, path: PrefixPath) -> None:
-        self._used_paths.append(path.digests)
-        if time.monotonic() < self._pause_end:
-            return
-        for block, digest in zip(path.blocks, path.digests, strict=True):
-            if digest not in self._stored_digests and digest not in self._waiting:
-                self._waiting[digest] = block
-                self._waiting_blocks[block] = digest
+        names = []
+        for index, (block, digest) in enumerate(zip(path.blocks, path.digests, strict=True)):
+            names.append(digest)
+            self._add(digest, Place(False, block))
+            if index in path.pages:
+                names.append(state_digest(digest))
+                self._add(names[-1], Place(True, path.pages[index]))
+        self._used_paths.append(names)
 
-    def _move_out(self, block: int) -> None:
-        """Copy the content of a block that is written over next, if it waits to be written."""
-        digest = self._waiting_blocks.pop(block, None)
+    def _add(self, digest: bytes, place: Place) -> None:
+        is_known = digest in self._stored_digests or digest in self._waiting
+        if not is_known and time.monotonic() >= self._pause_end:
+            self._waiting[digest] = place
+            self._waiting_places[place] = digest
+
+    def _move_out(self, place: Place) -> None:
+        """Copy what is written over next, if it waits to be written."""
+        digest = self._waiting_places.pop(place, None)
         if digest is None:
             return
-        if self._copied_bytes + self._block_bytes > MAX_COPIED_BYTES:
+        content = self._copy(place)
+        if self._copied_bytes + len(content) > MAX_COPIED_BYTES:
             del self._waiting[digest]
             self._dropped_blocks += 1
             return
-        self._waiting[digest] = self._copy_block(block)
-        self._copied_bytes += self._block_bytes
+        self._waiting[digest] = content
+        self._copied_bytes += len(content)
+
+    def _copy(self, place: Place) -> Bytes:
+        return self._copy_page(place.number) if place.is_page else self._copy_block(place.number)
 
     # ---- the thread
 
@@ -129,17 +151,17 @@ class PrefixWriter:
                 self._files.touch(digests)
         for digests in self._used_paths:
             self._files.touch(digests)
-        self._copy_block = _no_block  # the KV cache can be freed
+        self._copy_block = self._copy_page = _copy_nothing  # the KV cache can be freed
 
     def _take(self) -> tuple[bytes, Bytes] | None:
         """The next entry to write. A block of the cache is copied while nobody can evict it."""
         if not self._waiting:
             return None
         digest, place = self._waiting.popitem(last=False)
-        if isinstance(place, int):
-            del self._waiting_blocks[place]
-            return digest, self._copy_block(place)
-        self._copied_bytes -= self._block_bytes
+        if isinstance(place, Place):
+            del self._waiting_places[place]
+            return digest, self._copy(place)
+        self._copied_bytes -= len(place)
         return digest, place
 
     def _write(self, digest: bytes, content: Bytes) -> None:
@@ -151,7 +173,7 @@ class PrefixWriter:
         with self._news:
             self._stored_digests.difference_update(old_digests)
             self._stored_digests.add(digest)
-            self._written_bytes += self._block_bytes
+            self._written_bytes += len(content)
 
     def _pause(self, error: OSError) -> None:
         """Write nothing for a while. The log says so once."""
@@ -162,9 +184,9 @@ class PrefixWriter:
             self._pause_end = time.monotonic() + PAUSE_SECONDS
             self._dropped_blocks += 1 + len(self._waiting)
             self._waiting.clear()
-            self._waiting_blocks.clear()
+            self._waiting_places.clear()
             self._copied_bytes = 0
 
 
-def _no_block(block: int) -> Bytes:
+def _copy_nothing(number: int) -> Bytes:
     raise ValueError("the writer has ended")

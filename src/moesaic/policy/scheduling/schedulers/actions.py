@@ -205,6 +205,9 @@ class ReadPrefix:
     """The first block that is read, counted from the request's first one."""
     blocks: IntArray
     """[b] the blocks that are written."""
+    states: tuple[int, ...] = ()
+    """The request's line of TokenBatch.states. Its page to write gets the state at the end of the blocks. ()
+    without states."""
 
 
 @dataclass(frozen=True)

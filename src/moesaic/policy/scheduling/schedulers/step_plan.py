@@ -143,6 +143,7 @@ def plan_reads(reading_sequences: list[tuple[Sequence, range]], blocks: KVBlocks
             sequence.request_id,
             stored_blocks.start,
             blocks.table(sequence.request_id)[stored_blocks.start : stored_blocks.stop].copy(),
+            blocks.states(sequence.request_id),
         )
         for sequence, stored_blocks in reading_sequences
     ]
