@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,14 +16,15 @@ import pytest
 import torch
 
 from moesaic import LLM, SamplingParams
-from moesaic.config import CacheConfig, ModelConfig, WorkerConfig
+from moesaic.commands.starting import settle
+from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.request import Request
 from moesaic.llm import Completion
 from moesaic.policy.scheduling.kvblocks import block_contents
 from moesaic.policy.scheduling.schedulers.actions import KeepPrefixes, PrefixRead, ReadPrefix
 from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, PrefixPath, chain_digests
-from moesaic.runtime.prefix_cache.build import compute_root
+from moesaic.runtime.prefix_cache.build import compute_root, report_size
 from moesaic.runtime.prefix_cache.entry_files import FOLDER, EntryFiles
 from moesaic.runtime.prefix_cache.prefixes import PrefixesOnDisk
 from moesaic.runtime.prefix_cache.writer import PrefixWriter
@@ -122,6 +124,34 @@ def test_what_the_bits_depend_on_is_part_of_the_name() -> None:
     ]
     assert len({base, *roots}) == 4
     assert compute_root(WorkerConfig(ModelConfig("demo")), loaded, torch.float32) is None
+
+
+def test_a_limit_below_one_prompt_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "moesaic")
+    config = WorkerConfig(ModelConfig("demo"), CacheConfig(prefix_cache_dir="x", prefix_cache_disk="5MiB"))
+    size = "6.0 MiB, 3072 bytes for each token of --max-model-len"
+    for limit in (6 << 20, 5 << 20):
+        report_size(3072.0, 2048, limit, config)
+    assert caplog.messages == [
+        f"--prefix-cache-dir: a prompt of 2048 tokens takes {size}",
+        f"--prefix-cache-disk: 5MiB holds less than one prompt of 2048 tokens, which takes {size}",
+    ]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("message", "cluster", "offload"),
+    [
+        ("--prefill-workers: got 1", ClusterConfig(prefill_workers=1), OffloadConfig()),
+        ("--pad: got 'true'", ClusterConfig(), OffloadConfig(fast_memory="1GiB", pad=True)),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_at_the_start(
+    message: str, cluster: ClusterConfig, offload: OffloadConfig
+) -> None:
+    worker = WorkerConfig(ModelConfig("demo"), CacheConfig(prefix_cache_dir="x"))
+    with pytest.raises(ConfigError, match=f"{message}; allowed: .* with --prefix-cache-dir"):
+        settle(worker, cluster, offload)
 
 
 def test_only_the_owner_can_read_what_users_wrote(tmp_path: Path) -> None:
@@ -321,3 +351,26 @@ def test_an_evicted_block_is_written_as_it_was(tmp_path: Path) -> None:
         data[:] = 0
     writer.close()
     assert whole_entries(tmp_path, 40) == blocks
+
+
+def test_what_is_evicted_while_the_process_ends_is_not_written_as_something_else(tmp_path: Path) -> None:
+    """The thread is slow, and the memory of what waits is written over after `close` was called."""
+    memory, is_closing = {number: content(number) for number in range(20)}, threading.Event()
+
+    def copy_slowly(block: int) -> np.ndarray:
+        if block == 0:
+            is_closing.wait(30.0)
+        return memory[block].copy()
+
+    writer = PrefixWriter(EntryFiles(str(tmp_path), 1 << 30), copy_slowly, content)
+    blocks = list(range(20))
+    writer.keep(PrefixChanges([PrefixPath(blocks, [digest(block) for block in blocks])]))
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    is_closing.set()
+    writer.keep(PrefixChanges([PrefixPath([0], [digest(0)])], blocks))
+    for data in memory.values():
+        data[:] = 0
+    closing.join()
+    writer.keep(PrefixChanges([], blocks))
+    whole_entries(tmp_path, 20)

@@ -116,6 +116,10 @@ class Worker:
         self._prefixes.close()
         self._servers.close()
 
+    def store_prefixes(self) -> None:
+        """Write the prefixes that wait for the disk, from any thread, before this process ends."""
+        self._prefixes.close()
+
     def turn(self, timeout: float | None) -> bool:
         """Receive messages and handle one event.
 

@@ -73,11 +73,11 @@ def build_prefixes(
         raise ConfigError.field("--prefix-cache-dir", config.cache.prefix_cache_dir, condition)
     limit = config.cache.prefix_cache_bytes
     entry_files = EntryFiles(config.cache.prefix_cache_dir, limit)
-    _report(memory.block_bytes / config.cache.block_size, max_model_len, limit, config)
+    report_size(memory.block_bytes / config.cache.block_size, max_model_len, limit, config)
     return PrefixesOnDisk(memory, config.cache.block_size, root, entry_files, on_read)
 
 
-def _report(token_bytes: float, max_model_len: int, limit: int, config: WorkerConfig) -> None:
+def report_size(token_bytes: float, max_model_len: int, limit: int, config: WorkerConfig) -> None:
     """Say in the log how much a prompt takes, and warn of a limit that does not hold one."""
     prompt_bytes = token_bytes * max_model_len
     size = f"{prompt_bytes / 2**20:.1f} MiB, {token_bytes:.0f} bytes for each token of --max-model-len"

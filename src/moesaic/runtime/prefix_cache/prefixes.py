@@ -161,6 +161,7 @@ class PrefixesOnDisk(StoredPrefixes):
 
     def close(self) -> None:
         self._close()
+        self._writer.close()  # another thread may have begun to close it
 
     def _find(self, request: Request) -> list[bytes]:
         """The names of the first blocks of a prompt that are stored. Its last token is always computed."""

@@ -24,8 +24,8 @@ MAX_COPIED_BYTES = 64 << 20
 """Bytes of blocks that wait outside of the KV cache. What comes on top of them is not written."""
 PAUSE_SECONDS = 30.0
 """Nothing is written for so long after the disk was full or failed."""
-FLUSH_SECONDS = 5.0
-"""When the process ends, writing goes on for at most so long."""
+FLUSH_SECONDS = 4.0
+"""When the process ends, writing goes on for at most so long. A supervisor waits for a second more."""
 
 CopyPart = Callable[[int], Bytes]
 """Returns the content of a KV block or of a page of states, in memory of its own."""
@@ -68,9 +68,7 @@ class PrefixWriter:
     def keep(self, changes: PrefixChanges) -> None:
         """Queue blocks that are not stored, and copy those that are evicted before they are written."""
         with self._news:
-            if self._deadline is not None:
-                return
-            for path in changes.paths:
+            for path in changes.paths if self._deadline is None else ():
                 self._queue(path)
             for block in changes.evicted_blocks:
                 self._move_out(Place(False, block))
@@ -94,9 +92,9 @@ class PrefixWriter:
             return replace(stats, written_bytes=self._written_bytes, dropped_blocks=self._dropped_blocks)
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most, and end the thread."""
+        """Write what waits, for a few seconds at most, and end the thread. Several threads may call it."""
         with self._news:
-            self._deadline = time.monotonic() + FLUSH_SECONDS
+            self._deadline = self._deadline or time.monotonic() + FLUSH_SECONDS
             self._news.notify()
         self._thread.join(FLUSH_SECONDS + 1.0)
 
@@ -151,7 +149,10 @@ class PrefixWriter:
                 self._files.touch(digests)
         for digests in self._used_paths:
             self._files.touch(digests)
-        self._copy_block = self._copy_page = _copy_nothing  # the KV cache can be freed
+        with self._news:
+            self._waiting.clear()
+            self._waiting_places.clear()
+            self._copy_block = self._copy_page = _copy_nothing  # the KV cache can be freed
 
     def _take(self) -> tuple[bytes, Bytes] | None:
         """The next entry to write. A block of the cache is copied while nobody can evict it."""
