@@ -27,10 +27,11 @@ class Served:
 
 
 @contextmanager
-def served(model: str, port: int, flags: Sequence[str]) -> Iterator[Served]:
+def served(model: str, port: int, flags: Sequence[str], reuses_prefixes: bool = False) -> Iterator[Served]:
     """A server that runs until the context ends."""
     url = f"http://127.0.0.1:{port}"
-    command = [*MOESAIC, "serve", model, "--port", str(port), "--no-enable-prefix-caching", *flags]
+    command = [*MOESAIC, "serve", model, "--port", str(port), *flags]
+    command += [] if reuses_prefixes else ["--no-enable-prefix-caching"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _until_ready(url, process)

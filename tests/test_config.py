@@ -25,6 +25,8 @@ from moesaic.core.errors import ConfigError
 
 CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, QueueConfig, ServerConfig, ConnectionConfig)
 
+STORED = CacheConfig(prefix_cache_dir="d")
+
 
 @pytest.mark.parametrize(
     ("text", "size"),
@@ -69,7 +71,7 @@ def test_json_carries_every_setting() -> None:
             kernels="portable",
             enforce_eager=True,
         ),
-        CacheConfig("1GiB", "float16", 32, enable_prefix_caching=False),
+        CacheConfig("1GiB", "float16", 32, prefix_cache_dir="d", prefix_cache_disk="1GiB"),
         SchedulerConfig(
             7,
             99,
@@ -92,7 +94,8 @@ def test_json_carries_every_setting() -> None:
         blank = dataclasses.replace(WorkerConfig(ModelConfig("x")))
         default = next(value for value in vars(blank).values() if type(value) is type(part))
         same = {name for name, value in vars(part).items() if value == getattr(default, name)}
-        assert same <= {"inflight_batches", "cudagraph_mode"}  # 2 and full go with other settings only
+        # 2, full and False go with other settings only
+        assert same <= {"inflight_batches", "cudagraph_mode", "enable_prefix_caching"}
     assert WorkerConfig.from_json(full.to_json()) == full
 
 
@@ -104,6 +107,14 @@ def test_json_carries_every_setting() -> None:
         ("--max-num-batched-tokens", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(9, 8))),
         ("--max-num-seqs", lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig("8"))),
         ("--device", lambda: WorkerConfig(ModelConfig("m", device="tpu"))),
+        ("--device", lambda: WorkerConfig(ModelConfig("m", device="cuda"), STORED)),
+        (
+            "--tensor-parallel-size",
+            lambda: WorkerConfig(ModelConfig("m"), STORED, parallel=ParallelConfig(2)),
+        ),
+        ("--prefill-workers", lambda: WorkerConfig(ModelConfig("m"), STORED, kv_role="decode")),
+        ("--prefix-cache-disk", lambda: CacheConfig(prefix_cache_dir="d", prefix_cache_disk="1 lot")),
+        ("--no-enable-prefix-caching", lambda: dataclasses.replace(STORED, enable_prefix_caching=False)),
         ("--dtype", lambda: WorkerConfig(ModelConfig("m", dtype="int4"))),
         ("--cudagraph-mode", lambda: WorkerConfig(ModelConfig("m", cudagraph_mode="none"))),
         ("--kernels", lambda: whole_steps(kernels="auto")),

@@ -45,6 +45,8 @@ WITHOUT_A_PANEL = {
         "refused_connections",
         "supervisor_restarts",
     ),
+    *("prefix_disk_hits", "prefix_disk_read_bytes", "prefix_disk_written_bytes"),
+    *("prefix_disk_dropped_blocks", "prefix_disk_damaged_entries"),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),
     *("spec_decode_break_even_acceptance", "request_prefill_kv_computed_tokens", "cache_config_info"),
     *("num_requests_waiting_by_reason", "prompt_tokens_by_source", "prompt_tokens_cached_by_source"),

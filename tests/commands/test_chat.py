@@ -140,6 +140,7 @@ def test_an_answer_of_an_application_arrives_piece_by_piece_and_leaving_ends_it(
     ("line", "message"),
     [
         ("chat demo --model x", "--model: got 'x'; allowed: nothing where demo is the model"),
+        ("chat http://h --prefix-cache-dir d", "--prefix-cache-dir: got 'd'; allowed: nothing with a server"),
         ("chat http://h --threads 2", "--threads: got '2'; allowed: nothing with a server's URL"),
         ("chat localhost:8000", "'localhost:8000'; allowed: a model, or a URL such as http://localhost:8000"),
         ("chat demo --max-tokens 0", "--max-tokens: got 0; allowed: an integer of at least 1"),

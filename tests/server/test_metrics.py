@@ -118,6 +118,8 @@ def test_names_are_vllms_with_our_prefix() -> None:
                 "group_shuffled_rows",
                 "group_kept_rows",
             ),
+            *("prefix_disk_hits", "prefix_disk_read_bytes", "prefix_disk_written_bytes"),
+            *("prefix_disk_dropped_blocks", "prefix_disk_damaged_entries"),
             *("kv_transfers", "kv_transfer_bytes", "kv_transfer_seconds", "kv_transfer_failures"),
             *(
                 "kv_transfer_early_bytes",

@@ -8,17 +8,21 @@ evicted or overwritten wrongly is seen at once: reading through the block table 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from moesaic.core.request import FinishReason, Request
 from moesaic.policy.scheduling.batching import BatchLimits
-from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.kvblocks import KVBlocks, block_contents
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Emit,
     Event,
+    KeepPrefixes,
+    PrefixRead,
+    ReadPrefix,
     Release,
     RequestsArrived,
     RequestsCancelled,
@@ -29,6 +33,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.speculation import Speculation
+from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, chain_digests
 from tests.support.toy_model import EMPTY, alone, hashes, mix, sample
 
 
@@ -71,9 +76,18 @@ class FakeExecutor:
         block_size: int,
         prefix_reuse: bool = True,
         speculation: Speculation | None = None,
+        stored_root: bytes | None = None,
     ) -> None:
         self.limits = limits
-        self.blocks = KVBlocks(num_blocks, block_size, prefix_reuse)
+        self.blocks = KVBlocks(num_blocks, block_size, prefix_reuse, stored_root)
+        self.stored_root = stored_root
+        self.disk: dict[bytes, list[int]] = {}
+        """Digest -> the hashes of a block."""
+        self.unwritten: dict[int, bytes] = {}
+        """Block -> digest, until it is written to the disk."""
+        self.digests: dict[int, list[bytes]] = {}
+        """Request -> digests of its first blocks, which were on the disk when it arrived."""
+        self.reading: list[ReadPrefix] = []
         self.scheduler = LockstepScheduler(limits, self.blocks, speculation=speculation)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.clients: dict[int, Client] = {}
@@ -91,9 +105,13 @@ class FakeExecutor:
     # ---- driving
 
     def arrive(self, *requests: Request) -> list[Action]:
+        stored = {}
         for asked in requests:
             self.clients[asked.request_id] = Client(asked)
-        return self.tell(RequestsArrived(list(requests)))
+            if digests := self._find(asked):
+                self.digests[asked.request_id] = digests
+                stored[asked.request_id] = len(digests) * self.blocks.block_size
+        return self.tell(RequestsArrived(list(requests), disk_tokens=stored))
 
     def cancel(self, *request_ids: int) -> list[Action]:
         for request_id in request_ids:
@@ -132,12 +150,46 @@ class FakeExecutor:
         self.under_way = None
         return self.tell(StepFailed(plan.step))
 
+    def write(self, count: int) -> None:
+        """Writes so many blocks to the disk."""
+        for block in list(self.unwritten)[:count]:
+            self.disk[self.unwritten.pop(block)] = self.kv[block].tolist()
+
+    def read(self, damaged: int | None = None) -> list[Action]:
+        """Ends the first read. damaged: the block of it at which it ends; None: all are whole."""
+        action = self.reading.pop(0)
+        digests = self.digests[action.request_id][action.first_block :]
+        assert len(action.blocks) == len(set(action.blocks.tolist())) > 0
+        count = len(action.blocks) if damaged is None else min(damaged, len(action.blocks))
+        for block, digest in zip(action.blocks[:count], digests, strict=False):
+            self.kv[block] = self.disk[digest]
+        return self.tell(PrefixRead(action.request_id, count))
+
+    def _find(self, asked: Request) -> list[bytes]:
+        if self.stored_root is None:
+            return []
+        tokens, size = np.array(asked.prompt_token_ids, dtype=np.int64), self.blocks.block_size
+        contents = block_contents(tokens, size, 0, (len(tokens) - 1) // size, b"")
+        return [*takewhile(self.disk.__contains__, chain_digests(self.stored_root, contents))]
+
+    def _keep(self, changes: PrefixChanges) -> None:
+        for path in changes.paths:
+            for block, digest in zip(path.blocks, path.digests, strict=True):
+                if digest not in self.disk and digest not in self.unwritten.values():
+                    self.unwritten[block] = digest
+        for block in changes.evicted_blocks:
+            if digest := self.unwritten.pop(block, None):
+                self.disk[digest] = self.kv[block].tolist()
+
     def drain(self) -> None:
         """Steps until idle. Every request must end in a bounded number of steps."""
         work = sum(len(c.request.prompt_token_ids) + self.limits.max_model_len for c in self.clients.values())
         bound = 20 + work * len(self.clients)
-        while self.under_way is not None:
-            self.step()
+        while self.under_way is not None or self.reading:
+            if self.under_way is None:
+                self.read()
+            else:
+                self.step()
             bound -= 1
             assert bound > 0, "no progress"
 
@@ -145,7 +197,10 @@ class FakeExecutor:
         self.now += 0.5
         actions = self.scheduler.handle(event, self.now)
         self.log.append((event, self.now, actions))
-        order = [(Emit, Release, Admit, RunStep).index(type(action)) for action in actions]
+        order = [
+            (KeepPrefixes, Emit, Release, Admit, ReadPrefix, RunStep).index(type(action))
+            for action in actions
+        ]
         assert order == sorted(order)
         for action in actions:
             self._carry_out(action)
@@ -161,6 +216,10 @@ class FakeExecutor:
                 self._release(request_ids)
             case Admit():
                 self._admit(action)
+            case KeepPrefixes(changes):
+                self._keep(changes)
+            case ReadPrefix():
+                self.reading.append(action)
             case RunStep(plan):
                 assert self.under_way is None
                 assert plan.step == self.steps

@@ -113,7 +113,9 @@ async def _open_conversation(options: Chat) -> AsyncIterator[Conversation]:
     from moesaic.jobs.batch.local import serving  # slow imports, which a server elsewhere does not need
 
     model = ModelConfig(options.target, max_model_len=options.max_model_len, threads=options.threads)
-    worker = WorkerConfig(model, CacheConfig(), SchedulerConfig(max_num_seqs=1), log_level="warning")
+    disk = options.prefix_cache_disk or CacheConfig.prefix_cache_disk
+    cache = CacheConfig(prefix_cache_dir=options.prefix_cache_dir, prefix_cache_disk=disk)
+    worker = WorkerConfig(model, cache, SchedulerConfig(max_num_seqs=1), log_level="warning")
     worker, _ = settle(worker, ClusterConfig(), OffloadConfig())
     local = serving(worker, (options.target,), chat_template=options.chat_template)
     with Console(stderr=True).status(f"loading {options.target}"):

@@ -43,6 +43,11 @@ class Chat:
     """Number of compute threads, for a model that is loaded here. None: one for each core."""
     chat_template: Path | None = None
     """File with a Jinja chat template in place of the checkpoint's own, for a model that is loaded here."""
+    prefix_cache_dir: str | None = None
+    """Directory that keeps the KV of conversations from one chat to the next, for a model that is loaded
+    here. None: no KV goes to a disk."""
+    prefix_cache_disk: str | None = None
+    """Maximum size of all files in --prefix-cache-dir. None: 20GiB."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -56,7 +61,9 @@ class Chat:
             if self.model is not None:
                 raise ConfigError.field("--model", self.model, f"nothing where {self.target} is the model")
             return
-        for name in ("max_model_len", "threads", "chat_template"):
+        for name in (
+            *("max_model_len", "threads", "chat_template", "prefix_cache_dir", "prefix_cache_disk"),
+        ):
             if getattr(self, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError.field(flag, str(getattr(self, name)), "nothing with a server's URL")

@@ -33,7 +33,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--kernels", "--threads"),
         *("--pin-threads", "--mmap", "--enforce-eager", "--cudagraph-mode"),
     ),
-    "Memory": (*("--kv-cache-memory", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching"),),
+    "Memory": (
+        *("--kv-cache-memory", "--kv-cache-dtype", "--block-size", "--enable-prefix-caching"),
+        *("--prefix-cache-dir", "--prefix-cache-disk"),
+    ),
     "A model larger than memory": (
         *("--fast-memory", "--hardware", "--profile", "--offload-schedule", "--micro-batch-size"),
         *("--micro-batches", "--pad"),

@@ -103,6 +103,28 @@ class CacheConfig:
     """Tokens in one KV block."""
     enable_prefix_caching: bool = True
     """Keep the KV blocks of finished requests and reuse them for equal prefixes."""
+    prefix_cache_dir: str | None = None
+    """Directory that keeps the KV blocks of finished requests over restarts, so that an equal prefix is read
+    from the disk and not computed. It holds what users wrote, in files that only this user can read. None: no
+    block goes to a disk."""
+    prefix_cache_disk: str = "20GiB"
+    """Maximum size of all files in --prefix-cache-dir. The least recently used ones are removed."""
+
+    @property
+    def prefix_cache_bytes(self) -> int:
+        """The bytes of --prefix-cache-disk. Raises ConfigError for what is no size."""
+        return parse_bytes("--prefix-cache-disk", self.prefix_cache_disk)
+
+    def __post_init__(self) -> None:
+        if self.prefix_cache_dir is None:
+            if self.prefix_cache_disk != CacheConfig.prefix_cache_disk:
+                raise ConfigError(
+                    "--prefix-cache-disk: needs --prefix-cache-dir, which says where the files are"
+                )
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError.field("--no-enable-prefix-caching", "true", "nothing with --prefix-cache-dir")
+        parse_bytes("--prefix-cache-disk", self.prefix_cache_disk)
 
 
 @dataclass(frozen=True)
@@ -364,6 +386,19 @@ class WorkerConfig:
             raise ConfigError.field("--tensor-parallel-size", 1, "at least 2 with --placement")
         if self.cache.kv_cache_memory != "auto":
             parse_bytes("--kv-cache-memory", self.cache.kv_cache_memory)
+        if self.cache.prefix_cache_dir is not None:
+            self._check_prefix_cache()
+
+    def _check_prefix_cache(self) -> None:
+        """Raises ConfigError for a setting that --prefix-cache-dir does not work with."""
+        for flag, value, required_value in (
+            ("--device", "cuda" if self.model.device == "cuda" else None, None),
+            ("--tensor-parallel-size", self.parallel.tensor_parallel_size, 1),
+            ("--prefill-workers", self.kv_role and "one or more", None),
+        ):
+            if value != required_value:
+                requirement = "nothing" if required_value is None else str(required_value)
+                raise ConfigError.field(flag, value, f"{requirement} with --prefix-cache-dir")
 
     def _check_full_graphs(self) -> None:
         """Raises ConfigError for a setting that --cudagraph-mode full does not work with."""

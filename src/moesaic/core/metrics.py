@@ -218,6 +218,20 @@ class TransferStats:
 
 
 @dataclass(frozen=True)
+class StoredPrefixStats:
+    """KV of prefixes on the disk; all 0 without --prefix-cache-dir."""
+
+    read_tokens: int = 0
+    """Prompt tokens whose KV was read from the disk so far."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    dropped_blocks: int = 0
+    """KV blocks that were not written: their memory was needed too soon, or the disk was full or failed."""
+    damaged_entries: int = 0
+    """Files that were not what their names say. They were removed, and the KV was computed."""
+
+
+@dataclass(frozen=True)
 class WorkerStats:
     """The counters of an attention worker."""
 
@@ -239,3 +253,4 @@ class WorkerStats:
     experts: ExpertStats = ExpertStats()
     speculation: SpeculationStats = SpeculationStats()
     transfers: TransferStats = TransferStats()
+    stored_prefixes: StoredPrefixStats = StoredPrefixStats()

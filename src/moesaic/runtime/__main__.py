@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import traceback
+from collections.abc import Callable
 
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
@@ -32,12 +33,19 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     wakeup = Wakeup()
     sock = socket.socket(fileno=arguments.connection_fd)
-    # When the engine dies, its worker ends at once, even in the middle of a step.
-    connection = StreamConnection(sock, on_lost=lambda: os._exit(0), on_message=wakeup.ring)
+    last_acts: list[Callable[[], None]] = []
+
+    def end() -> None:
+        """When the engine is gone, its worker ends, even in the middle of a step."""
+        for act in last_acts:
+            act()
+        os._exit(0)
+
+    connection = StreamConnection(sock, on_lost=end, on_message=wakeup.ring)
     try:
         config = WorkerConfig.from_json(arguments.config)
         logs.set_up("prefill worker" if config.kv_role == "prefill" else "attention worker", config.log_level)
-        return serve(connection, config, wakeup)
+        return serve(connection, config, wakeup, last_acts=last_acts)
     except ConnectionLost:
         return 0
     except ConfigError as error:

@@ -26,6 +26,7 @@ from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.group import build_rank
 from moesaic.runtime.group.shared_images import GroupMemory
+from moesaic.runtime.prefix_cache.build import build_prefixes
 from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.runtime.transfer.receiving import KVReceiver
 from moesaic.runtime.transfer.sending import EARLY_BYTES, PIECE_BYTES, KVSender
@@ -88,6 +89,14 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
 def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constraints) -> Worker:
     servers = NoServers() if parts.servers is None else parts.servers
     transfers = _transfers(context, parts)
+    prefixes = build_prefixes(
+        context.config,
+        parts.loaded_model,
+        parts.kv_dtype,
+        parts.memory,
+        context.limits.max_model_len,
+        None if context.wakeup is None else context.wakeup.ring,
+    )
     executor = Executor(
         parts.loaded_model.model,
         parts.runner,
@@ -103,6 +112,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         constraints=constraints,
         predictor=parts.predictor,
         transfers=transfers,
+        prefixes=prefixes,
     )
     return Worker(
         context.connection,
@@ -116,6 +126,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         linger=parts.linger,
         observer=parts.observer,
         transfers=transfers,
+        prefixes=prefixes,
     )
 
 

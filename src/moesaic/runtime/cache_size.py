@@ -85,12 +85,20 @@ def _least_states(config: WorkerConfig, spec: ModelSpec) -> int:
     return num_bytes
 
 
-def make_block_pool(cache: CacheConfig, size: CacheSize, padded_tokens: int | None = None) -> KVBlocks:
-    """A worker's pool. padded_tokens: tokens that each prompt is padded to; None means no padding."""
+def make_block_pool(
+    cache: CacheConfig,
+    size: CacheSize,
+    padded_tokens: int | None = None,
+    stored_root: bytes | None = None,
+) -> KVBlocks:
+    """A worker's pool. padded_tokens: tokens that each prompt is padded to; None means no padding.
+    stored_root: the digest before first blocks, where prefixes are stored."""
     arguments = size.num_blocks, cache.block_size, cache.enable_prefix_caching
     if size.seats:
-        return StateBlocks(*arguments, size.seats, size.snapshots)
-    return KVBlocks(*arguments) if padded_tokens is None else PaddedBlocks(*arguments, padded_tokens)
+        return StateBlocks(*arguments, size.seats, size.snapshots, stored_root)
+    if padded_tokens is not None:
+        return PaddedBlocks(*arguments, padded_tokens)
+    return KVBlocks(*arguments, stored_root=stored_root)
 
 
 def _size(

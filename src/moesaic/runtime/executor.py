@@ -26,6 +26,8 @@ from moesaic.policy.scheduling.schedulers.actions import (
     EnterBarrier,
     Event,
     Forget,
+    KeepPrefixes,
+    ReadPrefix,
     Release,
     Restore,
     RunSegment,
@@ -36,6 +38,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
 )
 from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
 from moesaic.runtime.predicting import Predictor
+from moesaic.runtime.prefix_cache.prefixes import StoredPrefixes
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.sampling.checking import SampledTokens, join_samples, sample_step
 from moesaic.runtime.sampling.sampler import Sampler, find_nonfinite_rows, token_logprobs
@@ -93,13 +96,14 @@ class Executor:
         constraints: Constraints | None = None,
         predictor: Predictor | None = None,
         transfers: Transfers | None = None,
+        prefixes: StoredPrefixes | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
         logit_rows: maximum number of rows whose logits are computed at once; None: all rows of a step.
         memory: in which the layer is looked up where numbers that are not finite began. constraints: of
         structured outputs; None: no request has one. predictor: drafts tokens after each step; None: the
-        model drafts none. transfers: KV from and to other workers; None: there is none.
+        model drafts none. transfers, prefixes: KV of other workers, and on a disk; None: there is none.
         """
         self._model = model
         self._runner = runner
@@ -116,14 +120,14 @@ class Executor:
         self._memory = memory
         self._predictor = predictor
         self._transfers = transfers or Transfers()
+        self._prefixes = prefixes or StoredPrefixes()
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
-        self._events: list[Event] = []
-        """Ends of runs that `progress` has not returned yet."""
+        self._events: list[Event] = []  # ends of runs that `progress` has not returned yet
         self._steps: dict[int, _OpenStep] = {}
         """Steps under way, by number."""
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
-        """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. A step where
-        no request wants any has no entry."""
+        """Log-probabilities of steps whose tokens were not sent yet, one per sampled sequence. Without
+        any there is no entry."""
         self._step_routes: dict[int, list[TokenRoute | None]] = {}
         """Who computed the tokens of steps that were not sent yet, in the order of `_logprobs`."""
 
@@ -135,6 +139,10 @@ class Executor:
             case Restore():
                 with torch.inference_mode():
                     self._transfers.restore(action)
+            case ReadPrefix():
+                self._prefixes.read(action)
+            case KeepPrefixes():
+                self._prefixes.keep(action)
             case EnterBarrier():
                 self._servers.enter_barrier(action.work)
             case RunSegment():
@@ -159,6 +167,7 @@ class Executor:
                 # A preempted request comes again, and then sends the rest of its KV.
                 if not action.is_preemption:
                     self._transfers.forget(action.request_ids)
+                    self._prefixes.forget(action.request_ids)
                 self._routes.release(action)
                 if self._recorder is not None:
                     self._recorder.release(action)
@@ -174,7 +183,7 @@ class Executor:
             self._layerwise is not None
         ):  # before the end of a run, so that the next run can include these rows
             events += self._layerwise.poll_arrivals()
-        events, self._events = events + self._events, []
+        events, self._events = events + self._events + self._prefixes.take_events(), []
         if self._servers.poll_barrier():
             events.append(BarrierPassed())
         self._advance(events)

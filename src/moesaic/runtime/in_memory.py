@@ -50,6 +50,7 @@ from moesaic.runtime.model_loading import (
 )
 from moesaic.runtime.observer import WorkerObserver
 from moesaic.runtime.predicting import LayerPredictor, PredictionRunner
+from moesaic.runtime.prefix_cache.build import compute_root
 from moesaic.runtime.routing_recorder import build_recorder
 from moesaic.runtime.step.eager import EagerRunner
 from moesaic.runtime.step.layerwise import LayerwiseRunner
@@ -89,7 +90,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     runner = _runner(context, stages, experts)
     speculation = make_speculation(config, loaded_model.model)
     prompt_rows = make_prompt_rows(config, loaded_model.model)
-    blocks = make_block_pool(config.cache, size)
+    blocks = _make_blocks(config, loaded_model, size)
     return WorkerParts(
         loaded_model,
         kv_dtype,
@@ -138,7 +139,9 @@ def with_servers(
         clients = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
     rules = speculation, make_prompt_rows(config, loaded_model.model, layout.num_bytes), decisions
-    scheduler = _scheduler(context, make_block_pool(config.cache, size), len(layout.model_layers), *rules)
+    scheduler = _scheduler(
+        context, _make_blocks(config, loaded_model, size), len(layout.model_layers), *rules
+    )
     return WorkerParts(
         loaded_model,
         choose_kv_dtype(config.cache, loaded_model),
@@ -157,6 +160,11 @@ def with_servers(
         least_rows=decisions.least_rows if config.scheduler.schedule == "async" else 0,
         predictor=_predictor(stages, remote, unpaced_runner if clients.runner is runner else clients.runner),
     )
+
+
+def _make_blocks(config: WorkerConfig, loaded_model: LoadedModel, size: CacheSize) -> KVBlocks:
+    root = compute_root(config, loaded_model, choose_kv_dtype(config.cache, loaded_model))
+    return make_block_pool(config.cache, size, stored_root=root)
 
 
 def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:

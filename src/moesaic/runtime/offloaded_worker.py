@@ -53,6 +53,7 @@ from moesaic.runtime.model_loading import (
     read_expert_layout,
     select_device,
 )
+from moesaic.runtime.prefix_cache.build import compute_root
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.tracing import make_observer
 
@@ -140,7 +141,8 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     runner = join(config, offload, loaded_model, layout, caches, observer.on_pass_ended)
     if offload.choices:
         runner = replace(runner, revising=Revising(offload.loads, offload.choices))
-    blocks = make_block_pool(config.cache, size, offload.padded_prompt_len)
+    root = compute_root(config, loaded_model, kv_dtype)
+    blocks = make_block_pool(config.cache, size, offload.padded_prompt_len, root)
     return WorkerParts(
         loaded_model,
         kv_dtype,

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from moesaic.config import WorkerConfig
 from moesaic.core import messages
 from moesaic.core.errors import ConfigError, ConnectionLost
+from moesaic.core.worker_info import WorkerInfo
 from moesaic.models import files, fingerprint
 from moesaic.models.checkpoint import Progress
 from moesaic.models.served_files import watch_files
@@ -25,6 +27,7 @@ from moesaic.runtime.build import build_worker
 from moesaic.runtime.context import WorkerContext
 from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import maps_files
+from moesaic.runtime.worker import Worker
 from moesaic.transport.stream import StreamConnection, end_process
 from moesaic.transport.wakeup import Wakeup
 
@@ -38,12 +41,14 @@ def serve(
     wakeup: Wakeup,
     weights: str = "",
     kept_model: KeptModel | None = None,
+    last_acts: list[Callable[[], None]] | None = None,
 ) -> int:
     """Serve until the other end of the connection sends Shutdown. Returns the exit code.
 
     wakeup: rung at each message. weights: fingerprint of the checkpoint, for a worker that joined.
     kept_model: has the weights that were loaded for the last supervisor, and gets those of this one. Then
     nothing else of the worker is left when this raises ConnectionLost. None: the process ends then.
+    last_acts: gets what is to be done before the process ends because the other end is gone.
 
     Raises ConnectionLost when the other end is gone, and ConfigError for what the user has to change.
     """
@@ -60,12 +65,9 @@ def serve(
 
     parts, model = (config, connection, time.monotonic, _make_progress(connection)), kept_model or KeptModel()
     context = WorkerContext(*parts, wakeup=wakeup, on_rank_lost=end, kept_model=model)
-    try:
-        worker, info = build_worker(context)
-    except ConnectionLost as error:
-        if kept_model is not None:
-            raise
-        raise ConfigError(str(error)) from error  # such as that of a rank that could not be started
+    worker, info = _build(context, kept_model is not None)
+    if last_acts is not None:
+        last_acts.append(worker.store_prefixes)
     try:
         with _watch_files(config, connection):
             decodes = config.kv_role != "prefill"  # a job of GPUs is for steps of next tokens
@@ -82,6 +84,16 @@ def serve(
     except torch.OutOfMemoryError as error:
         raise ConfigError(out_of_memory.describe_step_error(error)) from error
     return 0
+
+
+def _build(context: WorkerContext, keeps_model: bool) -> tuple[Worker, WorkerInfo]:
+    """The worker. Raises ConfigError, or ConnectionLost if the model is kept for the next supervisor."""
+    try:
+        return build_worker(context)
+    except ConnectionLost as error:
+        if keeps_model:
+            raise
+        raise ConfigError(str(error)) from error  # such as that of a rank that could not be started
 
 
 def _watch_files(

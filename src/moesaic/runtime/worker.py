@@ -29,6 +29,7 @@ from moesaic.policy.scheduling.schedulers.event_queue import put
 from moesaic.runtime.arrivals import Arrivals
 from moesaic.runtime.executor import Executor
 from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
+from moesaic.runtime.prefix_cache.prefixes import StoredPrefixes
 from moesaic.runtime.transfer.pieces import Transfers
 from moesaic.transport.authentication import RefusedByCluster
 from moesaic.transport.base import Connection
@@ -36,6 +37,9 @@ from moesaic.transport.wakeup import Wakeup
 
 STATS_INTERVAL = 0.25
 """Seconds between two statistics sent to the engine by a busy worker. An idle one sends them at once."""
+
+READING = 0.02
+"""Seconds between two looks for messages while nothing but KV on the disk is waited for."""
 
 COMPILING = 0.02
 """Seconds between two looks for messages and grammars while requests wait for a grammar."""
@@ -60,13 +64,15 @@ class Worker:
         linger: float = 0.0,
         observer: WorkerObserver = IGNORING_OBSERVER,
         transfers: Transfers | None = None,
+        prefixes: StoredPrefixes | None = None,
     ) -> None:
         """clock: the engine's, seconds, monotonic. servers: None where this process computes all experts.
 
         expert_stats: takes a snapshot of what the experts counted. wakeup: rings at each message; needed with
         `servers`. linger: seconds that an idle worker waits for a further message after each one. It is for
         clients that send many requests and then wait: a stream without pauses would delay the first step.
-        transfers: the executor's; None: no KV comes from other workers or goes to them.
+        transfers: the executor's; None: no KV comes from other workers or goes to them. prefixes: the
+        executor's; None: no KV comes from a disk or goes to it.
         """
         self._connection = connection
         self._scheduler = scheduler
@@ -77,6 +83,7 @@ class Worker:
         self._linger = linger
         self._observer = observer
         self._transfers = transfers or Transfers()
+        self._prefixes = prefixes or StoredPrefixes()
         self._clock = clock
         self._journal = journal
         self._events: deque[Event] = deque()
@@ -96,6 +103,7 @@ class Worker:
         while not self._stopping:
             self.turn(timeout=None)
         self._transfers.close()
+        self._prefixes.close()
 
     @property
     def job_id(self) -> bytes:
@@ -105,7 +113,12 @@ class Worker:
     def close(self) -> None:
         """End the connections to other processes, after `run` has raised."""
         self._transfers.close()
+        self._prefixes.close()
         self._servers.close()
+
+    def store_prefixes(self) -> None:
+        """Write the prefixes that wait for the disk, from any thread, before this process ends."""
+        self._prefixes.close()
 
     def turn(self, timeout: float | None) -> bool:
         """Receive messages and handle one event.
@@ -113,7 +126,7 @@ class Worker:
         Waits up to `timeout` seconds (None: for ever), but only when there is nothing to do. Returns False
         when nothing was done.
         """
-        computing = bool(self._events) or self._executor.is_busy
+        computing = bool(self._events) or self._executor.is_busy or self._prefixes.is_reading
         busy = computing or self._arrivals.has_waiting
         self._receive(0.0 if busy else timeout, 0.0 if busy else self._linger)
         self._take(self._arrivals.take_ready(COMPILING if busy and not computing else 0.0))
@@ -124,7 +137,7 @@ class Worker:
         if not self._events or self._stopping:
             if self._has_unreported_events:
                 self._report(self._clock())
-            return self._arrivals.has_waiting
+            return self._arrivals.has_waiting or self._prefixes.is_reading
         event = self._events.popleft()
         now = self._clock()
         actions = self._scheduler.handle(event, now)
@@ -134,13 +147,19 @@ class Worker:
         self._carry_out(actions)
         if isinstance(event, RequestsCancelled):
             self._transfers.forget(event.request_ids)  # from now on the scheduler does not admit them
+            self._prefixes.forget(event.request_ids)
         self._report(now)
         return True
 
     def stats(self) -> WorkerStats:
         """A snapshot of this worker."""
         experts, transfers = self._expert_stats(), self._transfers.stats()
-        return replace(self._scheduler.stats(), experts=experts, transfers=transfers)
+        return replace(
+            self._scheduler.stats(),
+            experts=experts,
+            transfers=transfers,
+            stored_prefixes=self._prefixes.stats(),
+        )
 
     def _progress(self, timeout: float | None) -> None:
         """Go on with the steps under way.
@@ -157,6 +176,8 @@ class Worker:
             except BaseException:
                 self._events += map(StepFailed, self._executor.abandon())
                 raise
+            if not self._events and not self._executor.is_busy:
+                self._events += self._prefixes.take_events(READING)
             self._report_faults()  # before it sleeps: rows may wait for the server that takes the place
             if self._events or not self._executor.is_busy or self._wakeup is None:
                 return
@@ -208,6 +229,7 @@ class Worker:
     def _take(self, arrivals: RequestsArrived) -> None:
         if arrivals.requests:
             arrivals.received_tokens.update(self._transfers.count_received_tokens(arrivals.requests))
+            arrivals.disk_tokens.update(self._prefixes.count_stored_tokens(arrivals.requests))
             put(self._events, arrivals)
 
     def _carry_out(self, actions: list[Action]) -> None:

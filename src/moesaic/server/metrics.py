@@ -18,6 +18,7 @@ from moesaic.core.metrics import (
     GroupStats,
     SpeculationStats,
     StateStats,
+    StoredPrefixStats,
     TransferStats,
 )
 from moesaic.core.request import FinishReason
@@ -101,6 +102,7 @@ class EngineCollector(Collector):
         yield from self._speculation(worker.speculation)
         yield from self._group(worker.experts.group)
         yield from self._transfers(worker.transfers)
+        yield from self._prefix_disk(worker.stored_prefixes)
         yield from offload_families(worker.experts, self._model_name)
         yield from self._distributions(meter)
 
@@ -199,6 +201,25 @@ class EngineCollector(Collector):
             family.add_metric([*values, str(position)], value)
         yield family
         yield self._break_even(counts)
+
+    def _prefix_disk(self, counts: StoredPrefixStats) -> Iterator[Metric]:
+        """Metrics of prefixes on the disk. They are 0 without --prefix-cache-dir."""
+        for name, text, value in (
+            ("prefix_disk_hits", "Prompt tokens whose KV was read from the disk.", counts.read_tokens),
+            ("prefix_disk_read_bytes", "Bytes of KV that were read from the disk.", counts.read_bytes),
+            ("prefix_disk_written_bytes", "Bytes of KV written to the disk.", counts.written_bytes),
+            (
+                "prefix_disk_dropped_blocks",
+                "KV blocks that were not written: no memory or no disk for them.",
+                counts.dropped_blocks,
+            ),
+            (
+                "prefix_disk_damaged_entries",
+                "Damaged files that were removed.",
+                counts.damaged_entries,
+            ),
+        ):
+            yield self._counter(name, text, value)
 
     def _transfers(self, counts: TransferStats) -> Iterator[Metric]:
         """Metrics of KV from prefill workers. They are 0 where there are none."""

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import BlockStats
 from moesaic.core.tokens import IntArray
-from moesaic.policy.scheduling.kvblocks import KVBlocks
+from moesaic.policy.scheduling.kvblocks import KVBlocks, block_contents
+from moesaic.policy.scheduling.stored_prefixes import PrefixPath, chain_digests
 
 
 def ints(*tokens: int) -> IntArray:
@@ -214,3 +215,17 @@ def test_the_longest_known_prefix_is_found(prompts: list[list[int]], size: int, 
         pool.commit(request_id, ints(*prompt), len(prompt))
         if not keep:
             pool.free(request_id)
+
+
+def test_changes_name_the_paths_of_ended_requests_and_the_evicted_blocks() -> None:
+    pool = KVBlocks(3, 2, stored_root=b"root")
+    filled(pool, 0, ints(1, 2, 3, 4, 5))
+    pool.free(0)
+    changes = pool.take_changes()
+    contents = block_contents(ints(1, 2, 3, 4), 2, 0, 2, b"")
+    assert changes.paths == [PrefixPath([0, 1], chain_digests(b"root", contents))]
+    assert not changes.evicted_blocks and not pool.take_changes()
+    filled(pool, 1, ints(6, 7, 8))
+    assert pool.take_changes().evicted_blocks == [1]
+    pool.free(1, valid=False)
+    assert not pool.take_changes().paths, "what is not valid is not stored"

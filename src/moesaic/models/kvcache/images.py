@@ -7,6 +7,7 @@ size and cache type.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -89,6 +90,22 @@ class ByteLines:
         for lines, part in self._parts(indices, data, tensors):
             places = torch.from_numpy(indices[num_skipped:]).to(lines.device)
             lines.index_copy_(0, places, part[num_skipped:].to(lines.device))
+
+    def copy_line(self, index: int) -> Bytes:
+        """Returns [num_bytes] one line of all tensors, which are in memory of this host."""
+        return np.concatenate([lines[index] for lines in self._arrays])
+
+    def put_line(self, index: int, data: Bytes) -> None:
+        """Writes what `copy_line` returned. No thread of torch takes part."""
+        start = 0
+        for lines in self._arrays:
+            stop = start + lines.shape[1]
+            lines[index] = data[start:stop]
+            start = stop
+
+    @cached_property
+    def _arrays(self) -> list[Bytes]:
+        return [lines.numpy() for lines in self._lines]
 
     def _parts(
         self, indices: IntArray, data: Bytes, tensors: slice

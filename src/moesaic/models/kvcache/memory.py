@@ -94,6 +94,28 @@ class HybridMemory:
     def put_states(self, page: int, seat: int, data: Bytes) -> None:
         self._states.put_states(page, seat, data)
 
+    # ---- see `BlockMemory` of the runtime
+
+    @property
+    def block_bytes(self) -> int:
+        return self._kv.block_bytes
+
+    def copy_block(self, block: int) -> Bytes:
+        return self._kv.copy_block(block)
+
+    def put_block(self, block: int, data: Bytes) -> None:
+        self._kv.put_block(block, data)
+
+    @property
+    def page_bytes(self) -> int:
+        return self._states.page_bytes
+
+    def copy_page(self, page: int) -> Bytes:
+        return self._states.copy_page(page)
+
+    def put_page(self, page: int, data: Bytes) -> None:
+        self._states.put_page(page, data)
+
 
 def layer_memory(
     spec: ModelSpec,

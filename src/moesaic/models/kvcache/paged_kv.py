@@ -105,6 +105,26 @@ class PagedKV:
     def put_blocks(self, blocks: IntArray, layers: range, data: Bytes, num_skipped: int = 0) -> None:
         self._lines.put(blocks, data, num_skipped, self._tensor_slice(layers))
 
+    # ---- see `BlockMemory` of the runtime
+
+    @property
+    def block_bytes(self) -> int:
+        return self._lines.num_bytes
+
+    def copy_block(self, block: int) -> Bytes:
+        return self._lines.copy_line(block)
+
+    def put_block(self, block: int, data: Bytes) -> None:
+        self._lines.put_line(block, data)
+
+    page_bytes = 0
+
+    def copy_page(self, page: int) -> Bytes:
+        return np.empty(0, np.uint8)
+
+    def put_page(self, page: int, data: Bytes) -> None:
+        pass
+
     def _tensor_slice(self, layers: range) -> slice:
         """The tensors of these layers."""
         return slice(layers.start * self._tensors, layers.stop * self._tensors)

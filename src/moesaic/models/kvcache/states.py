@@ -58,6 +58,19 @@ class StateCache:
         self._pages.put(np.array([page]), data[: self._pages.num_bytes])
         self._seats.put(np.array([seat]), data[self._pages.num_bytes :])
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page over all layers."""
+        return self._pages.num_bytes
+
+    def copy_page(self, page: int) -> Bytes:
+        """Returns [page_bytes] the state at a multiple of STATE_CHUNK."""
+        return self._pages.copy_line(page)
+
+    def put_page(self, page: int, data: Bytes) -> None:
+        """Writes what `copy_page` returned."""
+        self._pages.put_line(page, data)
+
     def attend(self, layer: int, block: Block, rows: Projections, batch: AttentionBatch) -> torch.Tensor:
         """Lets the block attend to its states, and changes them. Returns [n, Hv * dv]."""
         return block.recurrence(rows, self._layers[layer], batch)

@@ -14,6 +14,9 @@ blocks later. If there is none, the running request that arrived last is preempt
 keeps its tokens, which are computed again when it is admitted again. Its full blocks stay cached until
 another request needs the memory.
 
+Reads: a request whose prefix is on the disk gets its blocks, and rows once they have been read. Until then it
+keeps its place and its blocks, as if its rows were being computed.
+
 No live-lock: the oldest request is never preempted, and the pool can hold a request of the maximum length. So
 the oldest request ends, and then the next one is the oldest.
 
@@ -54,6 +57,9 @@ class Arrivals(Protocol):
     @property
     def received_tokens(self) -> dict[int, int]: ...
 
+    @property
+    def disk_tokens(self) -> dict[int, int]: ...
+
 
 @dataclass(frozen=True)
 class BatchLimits:
@@ -91,9 +97,12 @@ class ScheduledStep:
     chunks: list[Chunk]
     """The rows to compute, decodes first."""
     admitted_sequences: list[Sequence]
-    """Requests that left the queue. Their num_computed counts the tokens found in the prefix cache."""
+    """Requests that left the queue. Their num_computed counts the tokens found in the prefix cache, in memory
+    or on the disk."""
     preempted_sequences: list[Sequence]
-    """Requests that went back to the queue, last arrival first. Either this or `admitted` is empty."""
+    """Requests that went back to the queue, last arrival first."""
+    reading_sequences: list[tuple[Sequence, range]]
+    """Requests that left the queue and whose KV is read from the disk first, and which of their blocks."""
 
 
 class ContinuousBatching:
@@ -124,16 +133,25 @@ class ContinuousBatching:
         """Running sequences by request id, in order of arrival."""
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         """Waiting sequences by request id, in order of arrival. All arrived later than the `running` ones."""
+        self._reading: dict[int, Sequence] = {}
+        """Sequences whose KV is read from the disk, by request id."""
+        self._read: dict[int, Sequence] = {}
+        """Sequences whose KV was read and that have no rows yet, by request id."""
         self.preemptions = 0
 
     def add(
-        self, request: Request, now: float, generated_ids: Iterable[int] = (), received_tokens: int = 0
+        self,
+        request: Request,
+        now: float,
+        generated_ids: Iterable[int] = (),
+        received_tokens: int = 0,
+        disk_tokens: int = 0,
     ) -> None:
         """Queue a request. It must have arrived later than all requests before.
 
         generated_ids: tokens that a worker which died had generated for it. Their KV is computed again, as
         after a preemption. received_tokens: how many of all these tokens have KV here, which another worker
-        sent.
+        sent. disk_tokens: how many of the first ones seem to have KV on the disk.
 
         Raises RequestError when the prompt is empty or leaves no room for an answer, although
         the engine has checked that before.
@@ -149,24 +167,40 @@ class ContinuousBatching:
         sequence = Sequence(request, self.limits.max_model_len, now)
         for token in generated_ids:
             sequence.append(token)
-        sequence.received_tokens = received_tokens
+        sequence.received_tokens, sequence.disk_tokens = received_tokens, disk_tokens
         self.waiting[request.request_id] = sequence
 
     def add_all(self, arrivals: Arrivals, now: float) -> None:
         """Queue requests in order of arrival."""
         generated_ids = arrivals.generated_ids
         for index, request in enumerate(arrivals.requests):
+            tokens = generated_ids[index] if index < len(generated_ids) else ()
             received_tokens = arrivals.received_tokens.get(request.request_id, 0)
-            self.add(
-                request, now, generated_ids[index] if index < len(generated_ids) else (), received_tokens
-            )
+            disk_tokens = arrivals.disk_tokens.get(request.request_id, 0)
+            self.add(request, now, tokens, received_tokens, disk_tokens)
 
     def remove(self, request_id: int) -> Sequence | None:
-        """Take a request out of the queues for good. It keeps its blocks until `free`."""
+        """Take a request out of the queues for good. It keeps its blocks until `free`.
+
+        Returns None if nothing is left to do: it is unknown, or it was never admitted because its KV is read.
+        """
         sequence = self.running.pop(request_id, None) or self.waiting.pop(request_id, None)
         if sequence is not None:
             sequence.stage = Stage.FINISHED
-        return sequence
+        if self._read.pop(request_id, None) is not None:
+            self.blocks.free(request_id)
+            return None
+        return None if request_id in self._reading else sequence
+
+    def record_prefix(self, request_id: int, num_blocks: int) -> None:
+        """Record that so many blocks of a request were read from the disk. The others are computed."""
+        sequence = self._reading.pop(request_id)
+        if sequence.stage is Stage.FINISHED:
+            self.blocks.free(request_id)
+            return
+        sequence.num_computed += num_blocks * self.blocks.block_size
+        self.blocks.commit(request_id, sequence.tokens.array, sequence.num_computed)
+        self._read[request_id] = sequence
 
     def record_failure(self, sequence: Sequence) -> None:
         """Record that a step with rows of this sequence has failed. Its rows are pending again."""
@@ -201,23 +235,28 @@ class ContinuousBatching:
         """
         rows = self.limits.max_num_batched_tokens if max_rows is None else max_rows
         max_step_rows = rows if max_rows_with_drafts is None else max_rows_with_drafts
+        busy = {*busy, *self._reading, *self._read} if self._reading or self._read else busy
         # Decodes get their blocks before anything is admitted: a prompt must not delay another next token.
         preempted, stalled = self._make_room(now, busy)
         running = [s for s in self.running.values() if s.request_id not in busy and s not in stalled]
         chunks = [(sequence, 1) for sequence in running if sequence.num_pending == 1][: max(0, rows)]
         rows = max(0, rows - len(chunks))
-        if rows and (self.waiting or len(running) > len(chunks)):
+        if rows and (self.waiting or self._read or len(running) > len(chunks)):
             num_answers = sum(sequence.num_generated > 0 for sequence in self.running.values())
             rows = self.prompt_rows.limit(rows, num_answers)
         for sequence in running:
             if rows and sequence.num_pending > 1:
                 chunks.append((sequence, self._chunk(sequence, rows)))
                 rows -= chunks[-1][1]
-        admitted: list[Sequence] = []
+        admitted = self._admit_with_prefix(chunks, rows)
+        reading: list[tuple[Sequence, range]] = []
+        rows -= sum(count for sequence, count in chunks if sequence in admitted)
         # After a preemption nothing is admitted: the new request would take the blocks that were just freed.
         if not preempted and rows and self.waiting:
-            admitted = self._admit(chunks, rows)
-        return ScheduledStep(self._with_drafts(chunks, max_step_rows - len(chunks)), admitted, preempted)
+            new_sequences, reading = self._admit(chunks, rows)
+            admitted += new_sequences
+        chunks = self._with_drafts(chunks, max_step_rows - len(chunks))
+        return ScheduledStep(chunks, admitted, preempted, reading)
 
     def _with_drafts(self, chunks: list[Chunk], room: int) -> list[Chunk]:
         """The chunks with rows for drafted tokens, if all of them are the rows of next tokens.
@@ -268,11 +307,24 @@ class ContinuousBatching:
         self.preemptions += 1
         return sequence
 
-    def _admit(self, chunks: list[Chunk], rows: int) -> list[Sequence]:
-        """Admit requests from the queue and add their first chunks."""
+    def _admit_with_prefix(self, chunks: list[Chunk], rows: int) -> list[Sequence]:
+        """Admit requests whose KV was read from the disk, and add their first chunks."""
+        sequences: list[Sequence] = []
+        for request_id in list(self._read):
+            if rows:
+                sequence = self._read.pop(request_id)
+                sequences.append(sequence)
+                chunks.append((sequence, self._chunk(sequence, rows)))
+                rows -= chunks[-1][1]
+        return sequences
+
+    def _admit(self, chunks: list[Chunk], rows: int) -> tuple[list[Sequence], list[tuple[Sequence, range]]]:
+        """Take requests from the queue. Returns those admitted, with their first chunks in `chunks`, and
+        those whose KV is read first, with the blocks to read."""
         admitted: list[Sequence] = []
+        reading: list[tuple[Sequence, range]] = []
         if len(self.running) == self.limits.max_num_seqs:
-            return admitted
+            return admitted, reading
         spare = sum(map(self._may_grow, self.running.values()))
         while self.waiting and rows and len(self.running) < self.limits.max_num_seqs:
             request_id, sequence = next(iter(self.waiting.items()))
@@ -286,11 +338,20 @@ class ContinuousBatching:
             sequence.admit(num_cached)
             if sequence.restored_positions:
                 self.blocks.restore(request_id, sequence.num_computed)
+            spare += self._may_grow(sequence)
+            if stored_blocks := self._find_stored_blocks(sequence):
+                self._reading[request_id] = sequence
+                reading.append((sequence, stored_blocks))
+                continue
             admitted.append(sequence)
             chunks.append((sequence, self._chunk(sequence, rows)))
             rows -= chunks[-1][1]
-            spare += self._may_grow(sequence)
-        return admitted
+        return admitted, reading
+
+    def _find_stored_blocks(self, sequence: Sequence) -> range:
+        """The blocks of a request to read from the disk: behind those in memory, and before rows that run."""
+        num_tokens = sequence.disk_tokens if sequence.disk_tokens <= sequence.reusable else 0
+        return range(sequence.num_computed // self.blocks.block_size, num_tokens // self.blocks.block_size)
 
     def _may_grow(self, sequence: Sequence) -> bool:
         """Whether the sequence may need another block. The KV of its last token is never written."""

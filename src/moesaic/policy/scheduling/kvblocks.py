@@ -37,12 +37,24 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import BlockStats, StateStats
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.intvector import IntVector
+from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, PrefixPath, chain_digests
 
 ROOT = 0
 """The identity that a first block has as the block before it."""
 
 Key = tuple[int, bytes]
 """(identity of the known block before, this block's tokens as bytes, in the first block behind the salt)"""
+
+
+def block_contents(token_ids: IntArray, size: int, first: int, last: int, salt: bytes) -> list[bytes]:
+    """The tokens of blocks first : last, each block's as bytes. Those of block 0 follow the salt.
+
+    token_ids: [n] with n >= last * size. size: tokens of a block.
+    """
+    data = np.asarray(token_ids[first * size : last * size], dtype=np.int64).tobytes()
+    width = 8 * size
+    contents = [data[start : start + width] for start in range(0, len(data), width)]
+    return [salt + contents[0], *contents[1:]] if salt and contents and not first else contents
 
 
 class _Table:
@@ -61,7 +73,14 @@ class _Table:
 class KVBlocks:
     """Allocates blocks to requests. A call that cannot be satisfied changes nothing."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_reuse: bool = True,
+        stored_root: bytes | None = None,
+    ) -> None:
+        """stored_root: the digest before first blocks, see `stored_prefixes`. None: nothing is stored."""
         if num_blocks < 1:
             raise ConfigError.field("num_blocks", num_blocks, "at least 1")
         if block_size < 1:
@@ -81,6 +100,8 @@ class KVBlocks:
         self._tables: dict[int, _Table] = {}
         self._queries = 0
         self._hits = 0
+        self._stored_root = stored_root
+        self._changes = PrefixChanges()
 
     # ---- queries
 
@@ -133,6 +154,10 @@ class KVBlocks:
     def state_stats(self) -> StateStats:
         """Counts of seats and pages of states."""
         return StateStats()
+
+    def _snapshot_pages(self, known_blocks: list[int]) -> dict[int, int]:
+        """Index of a block -> the page with the state at its end, where one is kept."""
+        return {}
 
     def _usable(self, known_blocks: list[int]) -> list[int]:
         """The blocks found for a prompt from which its request can go on."""
@@ -211,7 +236,9 @@ class KVBlocks:
             return
         blocks = table.blocks.array
         parent = self._identities[blocks[first - 1]] if first else ROOT
-        for index, content in enumerate(self._contents(token_ids, first, last, table.salt), start=first):
+        for index, content in enumerate(
+            block_contents(token_ids, self.block_size, first, last, table.salt), start=first
+        ):
             known_block = self._register(int(blocks[index]), (parent, content))
             blocks[index] = known_block
             parent = self._identities[known_block]
@@ -224,20 +251,27 @@ class KVBlocks:
         last request that shares them has ended.
         """
         # The last block goes first, so that eviction by age takes leaves before the blocks that they follow.
-        for block in reversed(self._tables.pop(request_id).blocks.array.tolist()):
+        table = self._tables.pop(request_id)
+        blocks: list[int] = table.blocks.array.tolist()
+        if self._stored_root is not None and valid and table.num_committed:
+            self._changes.paths.append(self._path(self._stored_root, blocks[: table.num_committed]))
+        for block in reversed(blocks):
             if not valid and self._references[block] == 1 and self._keys[block] is not None:
                 self._unregister(block)
             self._release(block)
 
+    def take_changes(self) -> PrefixChanges:
+        """What happened to known blocks since the last call. Nothing if no prefix is stored."""
+        changes, self._changes = self._changes, PrefixChanges()
+        return changes
+
     # ---- prefixes
 
-    def _contents(self, token_ids: IntArray, first: int, last: int, salt: bytes) -> list[bytes]:
-        """The tokens of blocks first : last, each block's as bytes. Those of block 0 follow the salt."""
-        size = self.block_size
-        data = np.asarray(token_ids[first * size : last * size], dtype=np.int64).tobytes()
-        width = 8 * size
-        contents = [data[start : start + width] for start in range(0, len(data), width)]
-        return [salt + contents[0], *contents[1:]] if salt and not first else contents
+    def _path(self, root: bytes, known_blocks: list[int]) -> PrefixPath:
+        """The names of the first known blocks of a request."""
+        keys = [self._keys[block] for block in known_blocks]
+        digests = chain_digests(root, [key[1] for key in keys if key is not None])
+        return PrefixPath(known_blocks, digests, self._snapshot_pages(known_blocks))
 
     def _find(self, token_ids: IntArray, limit: int, salt: bytes) -> list[int]:
         """The longest run of known blocks that begins `token_ids`, with at most `limit` tokens."""
@@ -245,7 +279,7 @@ class KVBlocks:
         if not self.prefix_reuse or limit < self.block_size:
             return known_blocks
         parent = ROOT
-        for content in self._contents(token_ids, 0, limit // self.block_size, salt):
+        for content in block_contents(token_ids, self.block_size, 0, limit // self.block_size, salt):
             block = self._block_by_key.get((parent, content))
             if block is None:
                 break
@@ -274,6 +308,8 @@ class KVBlocks:
         del self._block_by_key[key]
         self._keys[block] = None
         self._identities[block] = ROOT
+        if self._stored_root is not None:
+            self._changes.evicted_blocks.append(block)
 
     # ---- single blocks
 

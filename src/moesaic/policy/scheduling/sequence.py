@@ -33,6 +33,7 @@ class Sequence:
 
     __slots__ = (
         "acceptance",
+        "disk_tokens",
         "draft_tokens",
         "epoch",
         "has_nonfinite_logits",
@@ -74,6 +75,8 @@ class Sequence:
         """Prompt rows whose logits were returned for prompt log-probabilities, over all epochs."""
         self.received_tokens = 0
         """Tokens whose KV another worker sent for its next admission. 0: none."""
+        self.disk_tokens = 0
+        """First tokens whose KV seems to be on the disk."""
         self.restored_positions = range(0)
         """Tokens whose KV its last admission put into its blocks, as it was received."""
         self.waiting_since = now

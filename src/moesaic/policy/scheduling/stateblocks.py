@@ -55,10 +55,16 @@ class StateBlocks(KVBlocks):
     """Allocates blocks, seats and pages. A request gets all of them or waits."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, prefix_reuse: bool, seats: int, snapshots: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefix_reuse: bool,
+        seats: int,
+        snapshots: int,
+        stored_root: bytes | None = None,
     ) -> None:
         """seats: most sequences that run at once. snapshots: most pages that are kept of prefixes."""
-        super().__init__(num_blocks, block_size, prefix_reuse)
+        super().__init__(num_blocks, block_size, prefix_reuse, stored_root)
         if seats < 1:
             raise ConfigError.field("seats", seats, "at least 1")
         self._stride = math.lcm(STATE_CHUNK, block_size)
@@ -178,6 +184,10 @@ class StateBlocks(KVBlocks):
 
     # ---- snapshots
 
+    def _snapshot_pages(self, known_blocks: list[int]) -> dict[int, int]:
+        pages = (self._snapshots.get(self._identities[block]) for block in known_blocks)
+        return {index: page for index, page in enumerate(pages) if page is not None}
+
     def _usable(self, known_blocks: list[int]) -> list[int]:
         """The blocks up to the newest snapshot."""
         self._num_found = len(known_blocks) * self.block_size
@@ -214,6 +224,8 @@ class StateBlocks(KVBlocks):
             if not self._readers[page]:
                 del self._snapshots[identity], self._readers[page]
                 self._pages.append(page)
+                if self._stored_root is not None:
+                    self._changes.evicted_pages.append(page)
                 return True
         return False
 

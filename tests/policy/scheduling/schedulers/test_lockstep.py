@@ -13,6 +13,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     Emit,
+    ReadPrefix,
     Release,
     RunStep,
     StepDone,
@@ -252,3 +253,34 @@ def test_replay_gives_the_same_actions() -> None:
     subject.drain()
     assert replays(LockstepScheduler(subject.limits, KVBlocks(8, 2)), subject.log)
     assert not replays(LockstepScheduler(subject.limits, KVBlocks(9, 2)), subject.log)
+
+
+def test_a_request_is_admitted_once_its_prefix_was_read() -> None:
+    """And it keeps its blocks while it is read, also after its client has left."""
+    subject = FakeExecutor(BatchLimits(4, 16, 16), 8, 4, stored_root=b"root")
+    prompt = [index % 4 for index in range(10)]
+    subject.arrive(request(0, prompt))
+    subject.drain()
+    subject.arrive(*(request(number, [number] * 12) for number in (1, 2)))  # these evict its blocks
+    subject.drain()
+    subject.write(99)
+
+    read = subject.arrive(request(3, prompt))[-1]
+    assert isinstance(read, ReadPrefix) and len(read.blocks) == 2
+    left = subject.arrive(request(4, prompt))[-1]
+    assert isinstance(left, ReadPrefix) and subject.cancel(4) == []
+    admit, run = subject.read()
+    assert isinstance(admit, Admit) and admit.cached_tokens == [8]
+    assert isinstance(run, RunStep) and run.plan.batch.positions.tolist() == [8, 9]
+    assert subject.blocks.stats().num_used == 6, "a thread may still write to the blocks of the other one"
+    subject.read()
+    subject.drain()
+
+    subject.arrive(request(5, [3] * 12), request(6, [2] * 12))
+    subject.drain()
+    subject.write(99)
+    subject.arrive(request(7, prompt))
+    admit, run = subject.read(damaged=1)
+    assert isinstance(admit, Admit) and admit.cached_tokens == [4]
+    subject.drain()
+    subject.check_everybody()

@@ -68,6 +68,7 @@ class LockstepMachine(RuleBasedStateMachine):
         reuse=st.sampled_from([True, True, True, False]),
         drafts=st.integers(0, 4),
         right=st.sampled_from([0.0, 0.6, 1.0]),
+        stored_root=st.sampled_from([None, b"root"]),
     )
     def start(
         self,
@@ -80,11 +81,13 @@ class LockstepMachine(RuleBasedStateMachine):
         reuse: bool,
         drafts: int,
         right: float,
+        stored_root: bytes | None,
     ) -> None:
         self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
         self.drafts = drafts, right
-        self.executor = FakeExecutor(self.limits, *self.pool, speculation(drafts, right))
+        self.stored_root = stored_root
+        self.executor = FakeExecutor(self.limits, *self.pool, speculation(drafts, right), stored_root)
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4))
     def arrive(self, shapes: list[dict[str, object]]) -> None:
@@ -109,6 +112,18 @@ class LockstepMachine(RuleBasedStateMachine):
     def fail(self) -> None:
         self.executor.fail()
 
+    @precondition(lambda self: self.executor.unwritten)
+    @rule(count=st.integers(1, 8))
+    def write(self, count: int) -> None:
+        """Blocks reach the disk, which none does before."""
+        self.executor.write(count)
+
+    @precondition(lambda self: self.executor.reading)
+    @rule(damaged=st.sampled_from([None, None, 0, 1]))
+    def read(self, damaged: int | None) -> None:
+        """A prefix has been read, perhaps not all of it."""
+        self.executor.read(damaged)
+
     @precondition(lambda self: self.executor.clients)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -126,7 +141,7 @@ class LockstepMachine(RuleBasedStateMachine):
         drafts = stats.speculation
         assert 0 <= drafts.accepted_tokens <= drafts.draft_tokens
         assert sum(drafts.accepted_per_pos) == drafts.accepted_tokens
-        if self.executor.under_way is None:
+        if self.executor.under_way is None and not self.executor.reading:
             assert (stats.running, stats.waiting, stats.blocks.num_used) == (0, 0, 0)
 
     def teardown(self) -> None:
@@ -135,7 +150,9 @@ class LockstepMachine(RuleBasedStateMachine):
         self.executor.drain()
         self.executor.check_everybody()
         audit(self.executor.blocks)
-        twin = LockstepScheduler(self.limits, KVBlocks(*self.pool), speculation=speculation(*self.drafts))
+        twin = LockstepScheduler(
+            self.limits, KVBlocks(*self.pool, self.stored_root), speculation=speculation(*self.drafts)
+        )
         assert replays(twin, self.executor.log)
         assert twin.stats() == self.executor.scheduler.stats()
 

@@ -14,6 +14,7 @@ import numpy as np
 from moesaic.core.metrics import WorkerStats
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.tokens import IntArray, TokenBatch
+from moesaic.policy.scheduling.stored_prefixes import PrefixChanges
 
 # ---- events: what happened
 
@@ -27,6 +28,8 @@ class RequestsArrived:
     """Tokens that each request already got from another worker. May be shorter than `requests`."""
     received_tokens: dict[int, int] = field(default_factory=dict)
     """Request -> how many of its tokens have KV that another worker sent here. Not listed: none."""
+    disk_tokens: dict[int, int] = field(default_factory=dict)
+    """Request -> how many of its first tokens seem to have KV on the disk. Not listed: none."""
 
     def extend(self, arrivals: RequestsArrived) -> None:
         """Append requests that arrived right after these."""
@@ -35,6 +38,7 @@ class RequestsArrived:
             self.generated_ids.extend(arrivals.generated_ids)
         self.requests.extend(arrivals.requests)
         self.received_tokens.update(arrivals.received_tokens)
+        self.disk_tokens.update(arrivals.disk_tokens)
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,24 @@ class BarrierPassed:
     """Every attention worker has arrived at the barrier, and at least one has work. All begin a step now."""
 
 
+@dataclass(frozen=True)
+class PrefixRead:
+    """Stored KV was read into the blocks of a request, as far as it was there and whole."""
+
+    request_id: int
+    num_blocks: int
+    """How many blocks were read, from `ReadPrefix.first_block` on."""
+
+
 Event = (
-    RequestsArrived | RequestsCancelled | StepDone | StepFailed | SegmentDone | PartsArrived | BarrierPassed
+    RequestsArrived
+    | RequestsCancelled
+    | StepDone
+    | StepFailed
+    | SegmentDone
+    | PartsArrived
+    | BarrierPassed
+    | PrefixRead
 )
 
 # ---- actions: what the executor does
@@ -174,6 +194,33 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class ReadPrefix:
+    """Read stored KV into the blocks of a request. Answered with PrefixRead.
+
+    The request's Admit comes after the answer, and so do its first rows.
+    """
+
+    request_id: int
+    first_block: int
+    """The first block that is read, counted from the request's first one."""
+    blocks: IntArray
+    """[b] the blocks that are written."""
+    states: tuple[int, ...] = ()
+    """The request's line of TokenBatch.states. Its page to write gets the state at the end of the blocks. ()
+    without states."""
+
+
+@dataclass(frozen=True)
+class KeepPrefixes:
+    """Store these blocks, if they are not stored yet. Nothing answers.
+
+    It comes before every action that writes to one of the evicted blocks.
+    """
+
+    changes: PrefixChanges
+
+
+@dataclass(frozen=True)
 class RunStep:
     """Compute this step. Answered with StepDone or StepFailed."""
 
@@ -257,7 +304,18 @@ class Release:
     """Whether the requests are admitted again later, unless they are cancelled before."""
 
 
-Action = Admit | Restore | RunStep | RunSegment | EnterBarrier | Forget | Emit | Release
+Action = (
+    Admit
+    | Restore
+    | ReadPrefix
+    | KeepPrefixes
+    | RunStep
+    | RunSegment
+    | EnterBarrier
+    | Forget
+    | Emit
+    | Release
+)
 
 
 class Scheduler(Protocol):

@@ -34,6 +34,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Event,
     PartsArrived,
+    PrefixRead,
     Release,
     RequestsArrived,
     RequestsCancelled,
@@ -49,7 +50,7 @@ from moesaic.policy.scheduling.schedulers.ready_queues import (
     RunThreshold,
 )
 from moesaic.policy.scheduling.schedulers.runs import Runs
-from moesaic.policy.scheduling.schedulers.step_plan import admit
+from moesaic.policy.scheduling.schedulers.step_plan import admit, keep_prefixes, plan_reads
 from moesaic.policy.scheduling.schedulers.unit import Unit, UnitTable
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
@@ -150,13 +151,16 @@ class AsyncScheduler:
                 actions = self._step_done(event, now)
             case StepFailed(run):
                 actions = self._restart_units(run, now)
+            case PrefixRead(request_id, num_blocks):
+                self._batching.record_prefix(request_id, num_blocks)
+                actions = []
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
         if self._flight is None:
             run_ended = isinstance(event, StepDone | StepFailed)
             actions += self._fill(now) if run_ended or self._begins else []
             actions += self._next_run(now)
-        return actions
+        return keep_prefixes(self._blocks) + actions
 
     def stats(self) -> WorkerStats:
         return WorkerStats(
@@ -362,7 +366,7 @@ class AsyncScheduler:
             )
         if schedule.admitted_sequences:
             actions += admit(schedule.admitted_sequences, now, self._blocks)
-        return actions
+        return actions + plan_reads(schedule.reading_sequences, self._blocks)
 
     def _next_run(self, now: float) -> list[Action]:
         """Run all units that are ready at one segment.

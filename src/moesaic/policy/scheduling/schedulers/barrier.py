@@ -20,6 +20,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
 )
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.step_plan import keep_prefixes
 from moesaic.policy.scheduling.speculation import Speculation
 
 
@@ -45,7 +46,8 @@ class BarrierScheduler(LockstepScheduler):
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, BarrierPassed):
             self._open = True
-            return self._next_steps(now)
+            actions = self._next_steps(now)
+            return keep_prefixes(self._blocks) + actions
         if isinstance(event, StepDone | StepFailed):
             self._reported_work = None
         return super().handle(event, now)

@@ -22,6 +22,7 @@ from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Event,
+    PrefixRead,
     Release,
     RequestsArrived,
     RequestsCancelled,
@@ -31,7 +32,12 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepPlan,
 )
 from moesaic.policy.scheduling.schedulers.landing import land
-from moesaic.policy.scheduling.schedulers.step_plan import admit, plan_step
+from moesaic.policy.scheduling.schedulers.step_plan import (
+    admit,
+    keep_prefixes,
+    plan_reads,
+    plan_step,
+)
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
 
@@ -83,9 +89,13 @@ class LockstepScheduler:
                 actions = self._step_done(event, now)
             case StepFailed(step):
                 actions = self._step_failed(step)
+            case PrefixRead(request_id, num_blocks):
+                self._batching.record_prefix(request_id, num_blocks)
+                actions = []
             case _:
                 raise ValueError(f"{event} is not an event of this scheduler")
-        return actions + self._next_steps(now)
+        actions += self._next_steps(now)
+        return keep_prefixes(self._blocks) + actions
 
     def stats(self) -> WorkerStats:
         return WorkerStats(
@@ -192,6 +202,7 @@ class LockstepScheduler:
             )
         if schedule.admitted_sequences:
             actions += admit(schedule.admitted_sequences, now, self._blocks)
+        actions += plan_reads(schedule.reading_sequences, self._blocks)
         if schedule.chunks:
             actions.append(self._begin(schedule.chunks, now))
         return actions

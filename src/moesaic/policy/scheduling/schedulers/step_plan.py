@@ -12,6 +12,8 @@ from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
+    KeepPrefixes,
+    ReadPrefix,
     Restore,
     StepPlan,
     sample_rows,
@@ -132,6 +134,25 @@ def admit(sequences: list[Sequence], now: float, blocks: KVBlocks) -> list[Actio
         if sequence.restored_positions
     ]
     return [_admit(sequences, now), *restore_actions]
+
+
+def plan_reads(reading_sequences: list[tuple[Sequence, range]], blocks: KVBlocks) -> list[Action]:
+    """The actions for sequences whose KV is on the disk, and their blocks to read."""
+    return [
+        ReadPrefix(
+            sequence.request_id,
+            stored_blocks.start,
+            blocks.table(sequence.request_id)[stored_blocks.start : stored_blocks.stop].copy(),
+            blocks.states(sequence.request_id),
+        )
+        for sequence, stored_blocks in reading_sequences
+    ]
+
+
+def keep_prefixes(blocks: KVBlocks) -> list[Action]:
+    """The action for known blocks that are stored. It is carried out before all others of an event."""
+    changes = blocks.take_changes()
+    return [KeepPrefixes(changes)] if changes else []
 
 
 def _admit(sequences: list[Sequence], now: float) -> Admit:
