@@ -75,6 +75,7 @@ def test_json_carries_every_setting() -> None:
         SchedulerConfig(
             7,
             99,
+            prefill_step_ms=150,
             schedule="async",
             queue_policy="mtfs",
             combine="partial",

@@ -31,7 +31,6 @@ from moesaic.models.kvcache.memory import CacheSize, layer_memory
 from moesaic.policy.fleet.replicas import Replicas
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
-from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
 from moesaic.policy.scheduling.schedulers.asynchronous import AsyncScheduler
 from moesaic.policy.scheduling.schedulers.barrier import BarrierScheduler
@@ -138,16 +137,12 @@ def with_servers(
     if config.model.cudagraph_mode == "full":
         clients = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
-    rules = speculation, make_prompt_rows(config, loaded_model.model, layout.num_bytes), decisions
-    scheduler = _scheduler(
-        context, _make_blocks(config, loaded_model, size), len(layout.model_layers), *rules
-    )
     return WorkerParts(
         loaded_model,
         choose_kv_dtype(config.cache, loaded_model),
         size,
         clients.runner,
-        scheduler,
+        _scheduler(context, loaded_model, size, layout, speculation, decisions),
         stages.memory,
         expert_stats=clients.stats,
         servers=clients.servers,
@@ -253,14 +248,15 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
 
 def _scheduler(
     context: WorkerContext,
-    blocks: KVBlocks,
-    num_routed_layers: int,
+    loaded_model: LoadedModel,
+    size: CacheSize,
+    layout: ExpertLayout,
     speculation: Speculation,
-    prompt_rows: PromptRows,
     decisions: Decisions,
 ) -> Scheduler:
-    """The scheduler of a worker whose experts are on servers. num_routed_layers: layers with routed
-    experts."""
+    """The scheduler of a worker whose experts are on servers. layout: of these experts."""
+    blocks = _make_blocks(context.config, loaded_model, size)
+    prompt_rows = make_prompt_rows(context.config, loaded_model.model, layout.num_bytes)
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":
         return LockstepScheduler(limits, blocks, scheduling.inflight_batches, speculation, prompt_rows)
@@ -270,7 +266,7 @@ def _scheduler(
         assert_never(scheduling.schedule)  # a new schedule must not become an asynchronous one in silence
     urgency, history = queues.urgency(URGENT_SECONDS), queues.queue_history
     policy = queue_policy(scheduling.schedule, scheduling.queue_policy, urgency, history)
-    arguments = policy, num_routed_layers, decisions.top_k, decisions, speculation, prompt_rows
+    arguments = policy, len(layout.model_layers), decisions.top_k, decisions, speculation, prompt_rows
     return AsyncScheduler(limits, blocks, *arguments)
 
 
