@@ -52,9 +52,9 @@ Expected = tuple[list[int], list[int]]
 
 @pytest.fixture(scope="module")
 def expected(published: Path, dense: PreTrainedModel, rows: list[tuple[str, bool]]) -> list[Expected]:
-    """What one process answers, up to near ties of the reference."""
+    """What one process answers to the shortest prompts, up to near ties of the reference."""
     llm = LLM(str(published / "copies"), threads=1)
-    prompts = [measure.encode(llm, text, is_chat) for text, is_chat in rows[:COUNT]]
+    prompts = sorted((measure.encode(llm, text, is_chat) for text, is_chat in rows), key=len)[:COUNT]
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     answers = [completion.outputs[0].token_ids for completion in llm.generate(prompts, params)]
     agreements = [measure.compare_answer(dense, *pair) for pair in zip(prompts, answers, strict=True)]
