@@ -167,9 +167,12 @@ def test_progress_where_nobody_sees_a_bar() -> None:
         show("tokens", 0, 1000)
         for now[0], done in ((10.0, 100), (40.0, 400), (50.0, 500), (80.0, 800)):
             show("tokens", done, 1000)
+        for now[0], done in ((120.0, 500), (160.0, 700)):
+            show("reported late", done, 1000)
     assert written.getvalue().splitlines() == [
         "tokens: 400/1000, 10 tok/s, 60 s left",
         "tokens: 800/1000, 10 tok/s, 20 s left",
+        "reported late: 700/1000, 5 tok/s, 60 s left",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -19,23 +20,37 @@ Show = Callable[[str, int, int], None]
 """Reports progress: (name of the work, units done, units in total)."""
 
 
+@dataclass(frozen=True)
+class Reached:
+    """How far work had come at a time."""
+
+    units: float
+    seconds: float
+
+    def seconds_per_unit(self, later: Reached) -> float | None:
+        """The mean between two states. None if nothing was done, or too shortly for a mean."""
+        units, seconds = later.units - self.units, later.seconds - self.seconds
+        return seconds / units if units > 0 and seconds >= RATE_SECONDS else None
+
+
 class TimeLeft(ProgressColumn):
     """The time left by the rate of the whole work so far. It counts down between two units."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._estimates: dict[TaskID, tuple[float, float]] = {}
-        """Task -> (units done, seconds since the start when these were done)."""
+        self._states: dict[TaskID, tuple[Reached, Reached]] = {}
+        """Task -> its first state, and the one after its last unit."""
 
     def render(self, task: Task) -> Text:
         """The time as minutes and seconds. It is empty where it is not known, or was too short."""
-        if task.finished or not task.total or not task.completed or not task.elapsed:
+        now = Reached(task.completed, task.elapsed or 0.0)
+        first, last = self._states.get(task.id, (now, now))
+        last = now if now.units != last.units else last
+        self._states[task.id] = first, last
+        pace = first.seconds_per_unit(last)
+        if task.finished or not task.total or pace is None:
             return Text()
-        units_done, seconds = self._estimates.get(task.id, (0.0, 0.0))
-        if units_done != task.completed:
-            units_done, seconds = task.completed, task.elapsed
-            self._estimates[task.id] = units_done, seconds
-        left = seconds * task.total / units_done - task.elapsed
+        left = pace * (task.total - last.units) - (now.seconds - last.seconds)
         return Text(f"{left // 60:02.0f}:{left % 60:02.0f}" if left > 0 else "")
 
 
@@ -55,41 +70,40 @@ def progress(console: Console, clock: Callable[[], float], unit: str | None = "t
         TimeLeft(),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bars:
-        tasks: dict[str, tuple[TaskID, float]] = {}
+        tasks: dict[str, tuple[TaskID, Reached]] = {}
 
         def show(name: str, units_done: int, total: int) -> None:
+            now = Reached(units_done, clock())
             if name not in tasks:
-                tasks[name] = bars.add_task(name, total=total or None, rate=""), clock()
-            task, start = tasks[name]
-            rate = _rate(units_done, total, clock() - start, unit)
+                tasks[name] = bars.add_task(name, total=total or None, rate=""), now
+            task, first = tasks[name]
+            rate = _rate(first, now, unit) if unit else f"{units_done}/{total}" if total else ""
             bars.update(task, completed=units_done, total=total or None, rate=rate)
 
         yield show
 
 
 def _log(console: Console, clock: Callable[[], float], unit: str | None) -> Show:
-    starts: dict[str, float] = {}
+    firsts: dict[str, Reached] = {}
     last = clock()
 
     def show(name: str, units_done: int, total: int) -> None:
         nonlocal last
-        now = clock()
-        start = starts.setdefault(name, now)
-        # Without a total, or before the first unit, there is no rate and no time left.
-        if total and units_done and now - last >= LOG_SECONDS:
-            last = now
-            left = (total - units_done) * (now - start) / units_done
-            rate = f", {_rate(units_done, total, now - start, unit)}" if unit else ""
-            line = f"{name}: {units_done}/{total}{rate}, {left:.0f} s left"
+        now = Reached(units_done, clock())
+        first = firsts.setdefault(name, now)
+        pace = first.seconds_per_unit(now)
+        # Without a total, or before a unit was measured, there is no rate and no time left.
+        if total and pace is not None and now.seconds - last >= LOG_SECONDS:
+            last = now.seconds
+            rate = f", {_rate(first, now, unit)}" if unit else ""
+            line = f"{name}: {units_done}/{total}{rate}, {(total - units_done) * pace:.0f} s left"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
 
     return show
 
 
-def _rate(units_done: int, total: int, seconds: float, unit: str | None) -> str:
-    if unit is None:
-        return f"{units_done}/{total}" if total else ""
-    if not units_done or seconds < RATE_SECONDS:
+def _rate(first: Reached, now: Reached, unit: str) -> str:
+    pace = first.seconds_per_unit(now)
+    if pace is None:
         return ""
-    rate = units_done / seconds
-    return f"{rate:.0f} {unit}" if rate >= 10 else f"{rate:.2g} {unit}"
+    return f"{1 / pace:.0f} {unit}" if 1 / pace >= 10 else f"{1 / pace:.2g} {unit}"
