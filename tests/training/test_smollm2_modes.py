@@ -144,7 +144,8 @@ def test_answers_go_on_after_a_kill(role: str, published: Path, expected: list[E
             killed.append(served.pid(f"{role} 0"))
             os.kill(killed[0], signal.SIGKILL)
 
-    with cluster(path, attention_workers=2, expert_servers=2, min_replicas=2, max_model_len=1024) as served:
+    shape = {"attention_workers": 2, "expert_servers": 2, "min_replicas": 2}
+    with cluster(path, **shape, max_model_len=1024, kv_cache_memory="64MiB") as served:
         served.submit([prompt for prompt, _ in expected], params)
         answers = [tokens for tokens, _ in served.finish(kill)]
         deaths = served.supervisor.report().counters.process_deaths
