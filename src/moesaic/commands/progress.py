@@ -21,13 +21,13 @@ Show = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Reached:
+class WorkState:
     """How far work had come at a time."""
 
     units: float
     seconds: float
 
-    def seconds_per_unit(self, later: Reached) -> float | None:
+    def seconds_per_unit(self, later: WorkState) -> float | None:
         """The mean between two states. None if nothing was done, or too shortly for a mean."""
         units, seconds = later.units - self.units, later.seconds - self.seconds
         return seconds / units if units > 0 and seconds >= RATE_SECONDS else None
@@ -38,12 +38,12 @@ class TimeLeft(ProgressColumn):
 
     def __init__(self) -> None:
         super().__init__()
-        self._states: dict[TaskID, tuple[Reached, Reached]] = {}
+        self._states: dict[TaskID, tuple[WorkState, WorkState]] = {}
         """Task -> its first state, and the one after its last unit."""
 
     def render(self, task: Task) -> Text:
         """The time as minutes and seconds. It is empty where it is not known, or was too short."""
-        now = Reached(task.completed, task.elapsed or 0.0)
+        now = WorkState(task.completed, task.elapsed or 0.0)
         first, last = self._states.get(task.id, (now, now))
         last = now if now.units != last.units else last
         self._states[task.id] = first, last
@@ -70,10 +70,10 @@ def progress(console: Console, clock: Callable[[], float], unit: str | None = "t
         TimeLeft(),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bars:
-        tasks: dict[str, tuple[TaskID, Reached]] = {}
+        tasks: dict[str, tuple[TaskID, WorkState]] = {}
 
         def show(name: str, units_done: int, total: int) -> None:
-            now = Reached(units_done, clock())
+            now = WorkState(units_done, clock())
             if name not in tasks:
                 tasks[name] = bars.add_task(name, total=total or None, rate=""), now
             task, first = tasks[name]
@@ -84,12 +84,12 @@ def progress(console: Console, clock: Callable[[], float], unit: str | None = "t
 
 
 def _log(console: Console, clock: Callable[[], float], unit: str | None) -> Show:
-    firsts: dict[str, Reached] = {}
+    firsts: dict[str, WorkState] = {}
     last = clock()
 
     def show(name: str, units_done: int, total: int) -> None:
         nonlocal last
-        now = Reached(units_done, clock())
+        now = WorkState(units_done, clock())
         first = firsts.setdefault(name, now)
         pace = first.seconds_per_unit(now)
         # Without a total, or before a unit was measured, there is no rate and no time left.
@@ -102,7 +102,7 @@ def _log(console: Console, clock: Callable[[], float], unit: str | None) -> Show
     return show
 
 
-def _rate(first: Reached, now: Reached, unit: str) -> str:
+def _rate(first: WorkState, now: WorkState, unit: str) -> str:
     pace = first.seconds_per_unit(now)
     if pace is None:
         return ""
