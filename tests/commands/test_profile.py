@@ -19,7 +19,7 @@ from rich.progress import Progress
 from moesaic import LLM
 from moesaic.commands import cli
 from moesaic.commands.program import program
-from moesaic.commands.progress import TimeLeft, progress
+from moesaic.commands.progress import RemainingTime, progress
 from moesaic.core.profile import Profile
 from moesaic.jobs.profiling import run
 from moesaic.models import files
@@ -202,12 +202,12 @@ def test_a_rate_needs_time_and_units_that_are_alike() -> None:
 
 def test_the_time_left_counts_down_and_is_not_kept() -> None:
     now = [0.0]
-    bars = Progress(TimeLeft(), get_time=lambda: now[0])
+    bars = Progress(RemainingTime(), get_time=lambda: now[0])
     task = bars.add_task("", total=4)
     shown = []
     for now[0], done in ((0.0, 0), (10.0, 1), (25.0, 1), (50.0, 1), (60.0, 3), (61.0, 4)):
         bars.update(task, completed=done)
-        shown.append(TimeLeft.render(bars.columns[0], bars.tasks[0]).plain)
+        shown.append(RemainingTime.render(bars.columns[0], bars.tasks[0]).plain)
     assert shown == ["", "00:30", "00:15", "", "00:20", ""]
 
 

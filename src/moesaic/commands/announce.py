@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moesaic.commands.processes import as_lines, in_text
-from moesaic.commands.progress import TimeLeft
+from moesaic.commands.progress import RemainingTime
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready
@@ -81,7 +81,7 @@ class Announcer:
             BarColumn(),
             BytesColumn(binary_units=True),
             SpeedColumn(),
-            TimeLeft(),
+            RemainingTime(),
             console=errors,
             transient=True,
             disable=not errors.is_terminal,

@@ -33,7 +33,7 @@ class WorkState:
         return seconds / units if units > 0 and seconds >= RATE_SECONDS else None
 
 
-class TimeLeft(ProgressColumn):
+class RemainingTime(ProgressColumn):
     """The time left by the rate of the whole work so far. It counts down between two units."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ def progress(console: Console, clock: Callable[[], float], unit: str | None = "t
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[rate]}", markup=False),
-        TimeLeft(),
+        RemainingTime(),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bars:
         tasks: dict[str, tuple[TaskID, WorkState]] = {}
