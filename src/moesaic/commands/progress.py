@@ -27,9 +27,9 @@ class WorkState:
     units: float
     seconds: float
 
-    def seconds_per_unit(self, later: WorkState) -> float | None:
+    def seconds_per_unit(self, end: WorkState) -> float | None:
         """The mean between two states. None if nothing was done, or too shortly for a mean."""
-        units, seconds = later.units - self.units, later.seconds - self.seconds
+        units, seconds = end.units - self.units, end.seconds - self.seconds
         return seconds / units if units > 0 and seconds >= RATE_SECONDS else None
 
 
