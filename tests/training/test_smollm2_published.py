@@ -17,6 +17,7 @@ import measure_smollm2 as measure
 import smollm2_texts
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 from moesaic.commands import cli
+from moesaic.core.request import FinishReason
 from tests.support import gguf_files
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
@@ -90,7 +91,7 @@ def test_quantised_weights_cost_little(published: Path, tmp_path: Path) -> None:
 
 def test_answers_to_a_schema_end(published: Path) -> None:
     llm = LLM(str(published / "copies"), threads=1)
-    questions = smollm2_texts.split(smollm2_texts.questions())[1][:100]
+    questions = smollm2_texts.questions()[:100]
     ask = "{} Answer as JSON."
     chats = [[{"role": "user", "content": ask.format(question)}] for question in questions]
     schemas = [
@@ -106,7 +107,7 @@ def test_answers_to_a_schema_end(published: Path) -> None:
         for place in range(len(chats))
     ]
     answers = llm.chat(chats, params)
-    whole = [answer.text for answer in answers if answer.outputs[0].finish_reason == "stop"]
+    whole = [answer.text for answer in answers if answer.outputs[0].finish_reason is FinishReason.STOP]
     measure.show(f"{len(answers) - len(whole)} of {len(answers)} answers are cut after 256 tokens")
     assert all(isinstance(json.loads(text), dict) for text in whole)
     assert len(whole) > len(answers) // 2
