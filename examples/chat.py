@@ -6,7 +6,7 @@ import sys
 
 import httpx
 
-command = [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--json"]
+command = [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--json", "--disable-log-stats"]
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:
         url = json.loads(server.stdout.readline())["url"]

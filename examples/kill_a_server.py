@@ -20,7 +20,7 @@ def stream(client):
                 yield json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
 
-command = [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--json"]
+command = [sys.executable, "-m", "moesaic", "serve", "demo", "--port", "0", "--json", "--disable-log-stats"]
 command += ["--expert-servers", "2", "--min-replicas", "2"]  # every expert is on both servers
 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
     try:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from moesaic.commands import cli
+from moesaic.models import files
+from moesaic.planning.deployment import search, trials
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,21 +26,79 @@ QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README + QUICKSTART, flags=re.MULTILINE | re.DOTALL)
 BIN = Path(sys.executable).parent
-ENDING = ("profile", "place", "plan", "run-batch", "bench throughput", "doctor")
-"""Commands that end by themselves; the others serve, or need a server at a fixed port."""
-QUICKER = {"place": ("--solver", "kmeans")}
-"""Flags that are added to a command. The solver that it takes by itself has tests of its own."""
-BODY = {"model": "demo", "prompt": "1 + 1 =", "max_tokens": 4}
-ASKED = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": BODY}
-PROMPTS = ("Tom has 3 apples and buys 4 more.", "def add(a, b):")
+ENDING = ("profile", "place", "plan", "run-batch", "bench throughput", "doctor", "simulate")
+"""Commands that end by themselves."""
+ASKING = ("curl", "moesaic bench serve", "moesaic scale")
+"""Commands that need the server of the line before."""
+QUICKER = {
+    "place": ("--solver", "kmeans"),
+}
+"""Flags that are added to a command. What they leave out has tests of its own."""
+ELSEWHERE = {
+    "git clone": "needs the repository's address",
+    "make": "tests/test_setup.py; the suite itself; the program of make demo is run below",
+    "source": "a shell's own",
+    "python training/smollm2_checkpoint.py": "tests/training",
+    "moesaic doctor allenai": "downloads from a hub: tests/commands/test_doctor_model.py has one of its own",
+    "moesaic serve allenai": "downloads 14 GB from a hub",
+}
+"""Beginnings of lines that are not run here, and why or where they are."""
+STANDING_FOR = ("my-model", "smollm2")
+"""Names of checkpoints in both pages. Here they are the demo."""
+
+
+def lines() -> list[str]:
+    """Each command of both pages, in their order. Continued lines are joined."""
+    text = "\n".join(body for language, body in BLOCKS if language in ("", "console"))
+    whole = [line.split(" #")[0].strip() for line in text.replace("\\\n", " ").splitlines()]
+    parts = [part.strip() for line in whole for part in line.split(" && ")]
+    return list(dict.fromkeys(part for part in parts if part and not part.startswith("cd ")))
+
+
+def is_run_elsewhere(line: str) -> bool:
+    return any(line.startswith(beginning) for beginning in ELSEWHERE)
 
 
 def commands() -> list[list[str]]:
-    """Each `moesaic ...` line of the console blocks of both pages, continued lines joined."""
-    text = "\n".join(body for language, body in BLOCKS if language in ("console", "sh"))
-    lines = text.replace("\\\n", " ").splitlines()
-    found = [shlex.split(line, comments=True) for line in lines if line.startswith("moesaic ")]
-    return list({" ".join(words): words for words in found}.values())
+    """Each `moesaic ...` line that runs here."""
+    return [
+        shlex.split(line) for line in lines() if line.startswith("moesaic ") and not is_run_elsewhere(line)
+    ]
+
+
+def ending() -> list[list[str]]:
+    """The words after `moesaic` of each command that ends by itself."""
+    return [words[1:] for words in commands() if " ".join(words[1:]).startswith(ENDING)]
+
+
+def serving() -> dict[str, list[str]]:
+    """Each `moesaic serve` line that runs here -> the lines that need its server."""
+    found: dict[str, list[str]] = {}
+    for line in lines():
+        if line.startswith("moesaic serve ") and not is_run_elsewhere(line):
+            found[line] = []
+        elif line.startswith(ASKING):
+            found[list(found)[-1]].append(line)
+    return found
+
+
+def quicker(words: list[str]) -> list[str]:
+    """A command with the flags that make it shorter."""
+    line = " ".join(words)
+    return [*words, *(flag for name, flags in QUICKER.items() if line.startswith(name) for flag in flags)]
+
+
+def prepare(folder: Path) -> None:
+    """Writes the files that the quickstart shows, and links what stands in a checkout."""
+    shown = re.findall(
+        r"^`([\w.]+)` has [^\n]*\n\n```json\n(.*?)^```", QUICKSTART, flags=re.MULTILINE | re.DOTALL
+    )
+    assert {name for name, _ in shown} == {"in.jsonl", "prompts.jsonl"}
+    for name, text in shown:
+        (folder / name).write_text(text)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for name in STANDING_FOR:
+        (folder / name).symlink_to(files.resolve("demo"))
 
 
 def programs() -> dict[str, list[str]]:
@@ -93,27 +154,80 @@ def test_every_flag_of_every_program_behind_a_number_exists(script: str) -> None
     check_flags(source(script, set()), programs()[script])
 
 
+def test_every_line_is_run_or_has_a_reason() -> None:
+    run = {" ".join(words) for words in commands()} | {line for lines in serving().values() for line in lines}
+    known = ("moesaic chat demo", "moesaic serve ", *(f"moesaic {name}" for name in ENDING), *ASKING)
+    for line in lines():
+        assert is_run_elsewhere(line) or " ".join(shlex.split(line)) in run or line in run, line
+        assert is_run_elsewhere(line) or line.startswith(known), line
+    for beginning in ELSEWHERE:
+        assert any(line.startswith(beginning) for line in lines()), beginning
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_commands_that_end_by_themselves_run(
     tmp_path: Path, quick_workers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "in.jsonl").write_text(json.dumps(ASKED) + "\n")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
-    ran, typed = set(), False
-    for command in commands():  # in their order: place reads what profile wrote
-        name = next((name for name in ENDING if command[1:][: len(name.split())] == name.split()), None)
-        if name is not None:
-            words = [*command[1:], *QUICKER.get(name, ())]
-            if words == ["doctor"]:  # one as a person types it; the others need not import all again
-                subprocess.run([BIN / command[0], *words], check=True, stdout=subprocess.DEVNULL)
-                typed = True
-            else:
-                assert cli.main(words) == 0, command
-            ran.add(name)
-    assert ran == set(ENDING) and typed
-    assert {"out.jsonl", "profile.npz", "placement.json"} <= {file.name for file in tmp_path.iterdir()}
+    for module, name, value in (  # plan --cluster searches for less than a minute
+        (search, "FIRST", 2),
+        (search, "SECOND", 1),
+        (trials, "EVENTS", 9000),
+        (trials, "REQUESTS", 25),
+    ):
+        monkeypatch.setattr(module, name, value)
+    for words in ending():  # in their order: place reads what profile wrote
+        assert cli.main(quicker(words)) == 0, words
+    assert {"profile.npz", "placement.json"} <= {file.name for file in tmp_path.iterdir()}
+    for name in ("out.jsonl", "streamed.jsonl"):
+        assert '"status_code":200' in (tmp_path / name).read_text().replace(" ", "")
+
+
+@pytest.mark.slow
+def test_doctor_and_chat_run_as_a_person_types_them() -> None:
+    for words, typed in ((["doctor"], ""), (["chat", "demo"], "def add(a, b):\n")):
+        assert ["moesaic", *words] in commands()
+        done = subprocess.run(
+            [BIN / "moesaic", *words], input=typed, text=True, check=True, capture_output=True
+        )
+        assert done.stdout.strip()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("line", serving())
+def test_each_server_serves_and_answers_what_the_page_asks(line: str, tmp_path: Path) -> None:
+    prepare(tmp_path)
+    environment = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    run = functools.partial(subprocess.run, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    if "placement.json" in line:
+        for words in ending():
+            if words[0] in ("profile", "place"):
+                run(["moesaic", *quicker(words)], check=True)
+    command = [*shlex.split(line), "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            printed: list[str] = []
+            while not (printed and printed[-1].startswith("Serving ")):
+                printed.append(next(server.stdout or iter(())))
+            name, url = re.findall(r"^Serving (\S+) at (\S+)$", printed[-1])[0]
+            key = "".join(re.findall(r"--admin-key needs: (\S+)", "".join(printed)))
+            answer = httpx.post(f"{url}/v1/completions", json={"model": name, "prompt": "1 +"}, timeout=60)
+            assert answer.raise_for_status().json()["usage"]["completion_tokens"] > 0
+            for asked in serving()[line]:
+                moved = re.sub(r"http://(localhost|127.0.0.1):8000", url, asked).replace("KEY", key)
+                moved += f" --base-url {url}" if asked.startswith("moesaic scale") else ""
+                words = shlex.split(moved)
+                done = run(words[:1] + quicker(words[1:]), timeout=120)
+                assert done.returncode == 0 and "error" not in done.stdout, (asked, done.stdout, done.stderr)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            rest, _ = server.communicate(timeout=60)
+        assert server.returncode == 0 and "Serving " not in rest
 
 
 @pytest.mark.slow

@@ -104,6 +104,11 @@ def compare_tokens(
     ]
 
 
+def show(line: str) -> None:
+    """Prints a figure."""
+    print(line, flush=True)
+
+
 def show_agreement(name: str, agreements: list[Agreement]) -> None:
     """Prints how many tokens are equal."""
     equal = sum(agreement.num_equal for agreement in agreements)

@@ -127,6 +127,17 @@ def read_prompts(file: Path) -> Iterator[tuple[str, bool]]:
             yield row.get("prompt", row.get("text")), False
 
 
+def draw_prompts(files: list[Path], count: int) -> list[tuple[str, bool]]:
+    """The first prompts of files, taken in turn, each with whether it is a question for a chat.
+
+    Without files they are questions of this module.
+    """
+    if not files:
+        return [(question, True) for question in questions()[:count]]
+    turns = zip(*map(read_prompts, files), strict=False)
+    return list(itertools.islice(itertools.chain.from_iterable(turns), count))
+
+
 def python_version() -> str:
     """The version of Python whose texts these are."""
     return ".".join(map(str, sys.version_info[:3]))

@@ -257,8 +257,10 @@ def fit_layer(mlp: Mlp, shape: Shape) -> tuple[Routing, dict[str, float]]:
 
 
 def load_model(work: Path) -> PreTrainedModel:
-    """The dense model in bfloat16, in which the matrices of a CPU with AMX are fastest."""
-    return AutoModelForCausalLM.from_pretrained(work / "dense", dtype=torch.bfloat16)
+    """The dense model in the type in which the matrices of this CPU are fastest."""
+    is_narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    dtype = torch.float32 if is_narrow else torch.bfloat16
+    return AutoModelForCausalLM.from_pretrained(work / "dense", dtype=dtype)
 
 
 def read_inputs(work: Path, tokens: int) -> dict[str, Tensor]:
@@ -332,7 +334,8 @@ def main() -> int:
     if options.layers:
         return 0
     if options.steps:
-        split = tune(load_model(work), split, inputs["windows"], inputs["final"], options.steps)
+        file = work / f"tuning-{options.steps}.pt"
+        split = tune(load_model(work), split, inputs["windows"], inputs["final"], options.steps, file)
     split.save(options.output, {"texts": f"Python {texts.python_version()}, and answers of the model"})
     print(f"{options.output}: {options.output.stat().st_size} bytes")
     return 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from smollm2_experts import SCALE, Routing, Split, encode_rows
 
 SEED = 1
 REPORT = 5
-"""Windows after which the mean loss is printed."""
+"""Windows after which the mean loss is printed, and the state is kept."""
 FACTOR_RATE = 3e-3
 NORM_RATE = 1e-3
 GATE_RATE = 0.02
@@ -80,44 +82,84 @@ def prepare(model: PreTrainedModel, split: Split) -> tuple[list[TunedNorm], list
     return [*norms, model.model.norm], mlps
 
 
-def tune(model: PreTrainedModel, split: Split, windows: Tensor, final: Tensor, steps: int) -> Split:
+class State:
+    """What a tuning run changes, and the file that keeps it."""
+
+    def __init__(self, file: Path, norms: list[TunedNorm], mlps: list[SplitMlp], steps: int) -> None:
+        self.file = file
+        gates = [
+            {"params": [mlp.gate], "lr": GATE_RATE * mlp.gate.detach().square().mean().sqrt().item()}
+            for mlp in mlps
+        ]
+        groups = [
+            {"params": [mlp.factors for mlp in mlps], "lr": FACTOR_RATE},
+            {"params": [norm.factors for norm in norms], "lr": NORM_RATE},
+            *gates,
+        ]
+        self.optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+        rates = [group["lr"] for group in groups]
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, rates, total_steps=steps, pct_start=0.1
+        )
+        self.losses: list[float] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The tensors that are tuned."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def save(self) -> None:
+        """Writes the file."""
+        parts: dict[str, Any] = {"parameters": self.parameters, "losses": self.losses}
+        parts |= {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        fresh = self.file.with_suffix(".new")
+        torch.save(parts, fresh)
+        fresh.replace(self.file)
+
+    def read(self) -> None:
+        """Reads the file, if there is one."""
+        if not self.file.is_file():
+            return
+        parts = torch.load(self.file, weights_only=True)
+        with torch.no_grad():
+            for parameter, stored in zip(self.parameters, parts["parameters"], strict=True):
+                parameter.copy_(stored)
+        self.losses = parts["losses"]
+        self.optimizer.load_state_dict(parts["optimizer"])
+        self.schedule.load_state_dict(parts["schedule"])
+
+
+def tune(
+    model: PreTrainedModel, split: Split, windows: Tensor, final: Tensor, steps: int, file: Path
+) -> Split:
     """Reads as many windows as `steps` says, and returns the tuned split.
 
     model: the dense one, which is changed. final: what its head gets for the tokens of all windows.
+    file: keeps what was reached, so that the same call goes on from there.
     """
     norms, mlps = prepare(model, split)
-    gates = [
-        {"params": [mlp.gate], "lr": GATE_RATE * mlp.gate.detach().square().mean().sqrt().item()}
-        for mlp in mlps
-    ]
-    groups = [
-        {"params": [mlp.factors for mlp in mlps], "lr": FACTOR_RATE},
-        {"params": [norm.factors for norm in norms], "lr": NORM_RATE},
-        *gates,
-    ]
-    optimizer, order = torch.optim.Adam(groups, betas=(0.9, 0.95)), list[int]()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, [group["lr"] for group in groups], total_steps=steps, pct_start=0.1
-    )
+    state = State(file, norms, mlps, steps)
+    state.read()
     targets = final.view(*windows.shape, -1)
-    generator, began, losses = torch.Generator().manual_seed(SEED), time.monotonic(), []
-    for step in range(steps):
-        if step % len(windows) == 0:
-            order = torch.randperm(len(windows), generator=generator).tolist()
+    began, first = time.monotonic(), len(state.losses)
+    for step in range(first, steps):
+        generator = torch.Generator().manual_seed(SEED + step // len(windows))
+        order = torch.randperm(len(windows), generator=generator).tolist()
         window = order[step % len(windows)]
         with torch.no_grad():
             target = log_softmax(model.lm_head(targets[window]).float(), dim=-1)
         hidden = model.model(windows[window : window + 1], use_cache=False).last_hidden_state[0]
         predicted = log_softmax(model.lm_head(hidden).float(), dim=-1)
         loss = kl_div(predicted, target, reduction="batchmean", log_target=True)
-        optimizer.zero_grad()
+        state.optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
+        state.optimizer.step()
+        state.schedule.step()
+        state.losses.append(loss.item())
         if (step + 1) % REPORT == 0:
-            mean, seconds = sum(losses[-REPORT:]) / REPORT, time.monotonic() - began
+            mean, seconds = sum(state.losses[-REPORT:]) / REPORT, time.monotonic() - began
             print(f"{step + 1} windows: divergence {mean:.4f}; {seconds:.0f} s", flush=True)
+            state.save()
     return collect(split, norms, mlps)
 
 

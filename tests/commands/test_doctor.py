@@ -95,8 +95,8 @@ def test_doctor_says_which_rows_run_alone() -> None:
     assert cpu.shared and cpu.separate_rows is not None and 500 < cpu.separate_rows < 1100
     assert cpu.waited_pairs == 6 * 128 and not cpu.expert_queues
     shown = schedule_curves.facts(cpu)
-    assert shown["rows go on alone"] == f"from {cpu.separate_rows} on"
-    assert shown["servers wait"] == "for calls with fewer than 768 pairs"
+    assert shown["a batch is cut"] == f"in parts that do not wait, from {cpu.separate_rows} tokens"
+    assert shown["servers wait"] == "for more while fewer than 768 experts of tokens are asked"
     gpu = schedule_curves.find("NVIDIA H100 80GB HBM3", 2)
     assert (gpu.source, gpu.shared, gpu.told_rows, gpu.waited_pairs) == ("data sheet of h100", False, 3, 0)
     assert schedule_curves.facts(gpu)["servers wait"] == "never"
@@ -106,4 +106,4 @@ def test_doctor_says_which_rows_run_alone() -> None:
     flat = Curve(((1.0, 1.0),))
     never = schedule_curves.derive_schedule(DeviceCurves("x", flat, flat))
     assert never.separate_rows is None
-    assert schedule_curves.facts(never)["rows go on alone"] == "never while the device is busy"
+    assert schedule_curves.facts(never)["a batch is cut"] == "never"

@@ -309,6 +309,11 @@ def test_for_people(capsys: pytest.CaptureFixture[str], machine: Path, tmp_path:
         assert text in shown
     priced = shown[shown.index("Acceptance from which") :]
     assert "no step was" in priced and "not drafted" in priced and "8 requests" in priced
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "50")
+        assert cli.main(["doctor", "demo", "--hardware", str(machine)]) == 0
+    narrow = capsys.readouterr().out
+    assert "…" not in narrow and "int8_offset" in narrow and "together" in narrow
     file = a_config(tmp_path / "model", MIXTRAL_8X7B, model_type="[bold]")
     assert cli.main(["doctor", str(file)]) == 1
     out, err = capsys.readouterr()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.commands import cli
+from moesaic.commands import cli, plan_deployment_report
+from moesaic.commands.plan_options import Plan
 from moesaic.planning.deployment import search, trials
 
 CLUSTER = """
@@ -34,6 +35,12 @@ def line(tmp_path: Path) -> list[str]:
         (tmp_path / name).write_text(text, encoding="utf-8")
     files = ["--cluster", str(tmp_path / "cluster.toml"), "--workload", str(tmp_path / "work.toml")]
     return ["plan", "demo", *files, "--slo", "ttft=1s,itl=80ms"]
+
+
+def test_a_name_of_sizes_is_not_served() -> None:
+    for name, served in (("mixtral-8x7b", "MODEL"), ("./my-model", "./my-model")):
+        options = Plan(model=name, hardware="l4", prompt_len=8, gen_len=8)
+        assert plan_deployment_report.choose_served(options) == served
 
 
 @pytest.mark.slow

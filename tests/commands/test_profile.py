@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from moesaic import LLM
 from moesaic.commands import cli
 from moesaic.commands.program import program
-from moesaic.commands.progress import progress
+from moesaic.commands.progress import RemainingTime, progress
 from moesaic.core.profile import Profile
 from moesaic.jobs.profiling import run
 from moesaic.models import files
@@ -166,9 +167,12 @@ def test_progress_where_nobody_sees_a_bar() -> None:
         show("tokens", 0, 1000)
         for now[0], done in ((10.0, 100), (40.0, 400), (50.0, 500), (80.0, 800)):
             show("tokens", done, 1000)
+        for now[0], done in ((120.0, 500), (160.0, 700)):
+            show("reported late", done, 1000)
     assert written.getvalue().splitlines() == [
         "tokens: 400/1000, 10 tok/s, 60 s left",
         "tokens: 800/1000, 10 tok/s, 20 s left",
+        "reported late: 700/1000, 5 tok/s, 60 s left",
     ]
 
 
@@ -182,6 +186,29 @@ def test_progress_as_a_bar() -> None:
         show("tokens", 500, 1000)
     shown = written.getvalue()
     assert "tokens" in shown and "50 tok/s" in shown
+
+
+def test_a_rate_needs_time_and_units_that_are_alike() -> None:
+    for unit, seconds, expected in (("tok/s", 1e-6, ""), ("tok/s", 1.0, "3 tok/s"), (None, 1e-6, "3/9")):
+        written, now = io.StringIO(), [0.0]
+        console = Console(file=written, width=100, force_terminal=True)
+        with progress(console, lambda now=now: now[0], unit) as show:
+            show("speeds", 0, 9)
+            now[0] = seconds
+            show("speeds", 3, 9)
+        last = [line for line in written.getvalue().splitlines() if "speeds" in line][-1]
+        assert ("tok/s" in last) == ("tok/s" in expected) and expected in last
+
+
+def test_the_time_left_counts_down_and_is_not_kept() -> None:
+    now = [0.0]
+    bars = Progress(RemainingTime(), get_time=lambda: now[0])
+    task = bars.add_task("", total=4)
+    shown = []
+    for now[0], done in ((0.0, 0), (10.0, 1), (25.0, 1), (50.0, 1), (60.0, 3), (61.0, 4)):
+        bars.update(task, completed=done)
+        shown.append(RemainingTime.render(bars.columns[0], bars.tasks[0]).plain)
+    assert shown == ["", "00:30", "00:15", "", "00:20", ""]
 
 
 def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,7 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("--format: got 'int3'; allowed:", ("demo", out, "--format", "int3")),
         ("--directory: got nothing", ("demo", "--format", "int8")),
         ("model: got './nowhere'", ("./nowhere", out, "--format", "int8")),
-        ("--group-size: got 128 by default; allowed: 32, 64, which", ("demo", out, "--format", "int4")),
+        ("--group-size: got 128; allowed: 32, 64, which", ("demo", out, *INT4[:3], 128)),
         ("--group-size: got 48; allowed: 32, 64", ("demo", out, "--format", "int4", "--group-size", 48)),
         ("--group-size: got 0; allowed: an integer of at least 1", ("demo", out, *INT4[:3], 0)),
         ("--modules: got 'gate'; allowed:", ("demo", out, *INT4, "--modules", "gate")),

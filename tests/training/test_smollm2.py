@@ -267,8 +267,19 @@ def test_a_split_is_fitted_goes_on_and_is_the_same_again(
     divergences = [float(line.split()[3].strip(";")) for line in lines if "divergence" in line]
     assert divergences[-1] < divergences[0]
     (tmp_path / "work" / "8-4-8-3" / "layer-01.safetensors").unlink()
+    (tmp_path / "work" / f"tuning-{4 * windows}.pt").unlink()
     assert [line[:7] for line in run("work", "second") if line.startswith("layer")] == ["layer 1"]
-    run("other", "third")
+    save = tune_smollm2.State.save
+
+    def save_and_stop(state: tune_smollm2.State) -> None:
+        save(state)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tune_smollm2.State, "save", save_and_stop)
+        run("other", "third")
+    capsys.readouterr()
+    assert len([line for line in run("other", "third") if "divergence" in line]) == 3
     first, second, third = (load_file(tmp_path / name) for name in ("first", "second", "third"))
     assert all(torch.equal(first[name], other[name]) for other in (second, third) for name in first)
     monkeypatch.setattr(smollm2_experts, "FILE", tmp_path / "first")

@@ -1,63 +1,120 @@
-"""SmolLM2-135M-Instruct itself, as copies of its MLPs and split into experts, beside transformers."""
+"""SmolLM2-135M-Instruct itself, as copies of its MLPs and split into experts, beside transformers.
+
+With `-rP` pytest prints the figures of docs/published-model.md.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import measure_smollm2 as measure
-import smollm2_checkpoint
-import smollm2_file
 import smollm2_texts
-from moesaic import LLM, SamplingParams
-from moesaic.core.errors import CheckpointError
-from smollm2_file import DenseFile
+from moesaic import LLM, SamplingParams, StructuredOutputsParams
+from moesaic.commands import cli
+from moesaic.core.request import FinishReason
+from tests.support import gguf_files
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
-QUESTIONS = 16
-PIECES = 6
-
-
-@pytest.fixture(scope="module")
-def source() -> DenseFile:
-    try:
-        return DenseFile(smollm2_file.fetch(smollm2_file.cache_folder()))
-    except CheckpointError as error:
-        pytest.skip(f"the published file cannot be had: {error}")
-
-
-@pytest.fixture(scope="module")
-def folder(source: DenseFile, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkpoint of each form."""
-    path = tmp_path_factory.mktemp("published")
-    for form in smollm2_checkpoint.FORMS:
-        smollm2_checkpoint.write(source, form, path / form)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield path
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
+TOKENS = 20_000
+"""Tokens of prose and code of which a perplexity is measured."""
+PIECE = 512
+FEWER = 4_000
+"""The same for quantised weights."""
+INT8_LOSS, Q4_LOSS = 0.02, 0.10
+"""The share by which perplexity may grow."""
+SCHEMAS = (
+    {"name": {"type": "string"}, "age": {"type": "integer"}},
+    {"city": {"type": "string"}, "country": {"type": "string"}},
+    {"title": {"type": "string"}, "steps": {"type": "array", "items": {"type": "string"}}},
+    {"answer": {"type": "string"}, "confidence": {"type": "number"}},
+    {"kind": {"enum": ["question", "order", "complaint"]}, "summary": {"type": "string"}},
+)
 
 
-@pytest.mark.parametrize(("form", "reference"), [("copies", "dense"), ("moe", "moe")])
-def test_tokens_and_perplexity_are_those_of_transformers(form: str, reference: str, folder: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(folder / reference, dtype=torch.float32)
-    llm = LLM(str(folder / form), dtype="float32", threads=1)
-    questions = smollm2_texts.split(smollm2_texts.questions())[1][:QUESTIONS]
-    agreements = measure.compare_tokens(llm, theirs, [(question, True) for question in questions], 32)
+def pieces_of(llm: LLM, tokens: int) -> list[list[int]]:
+    """Texts of training/, half of them prose and half code."""
+    kinds = smollm2_texts.prose(), smollm2_texts.code()
+    return [piece for documents in kinds for piece in measure.cut(llm, documents, PIECE, tokens // 2)]
+
+
+@pytest.mark.parametrize("form", ["copies", "moe"])
+def test_tokens_are_those_of_transformers(
+    form: str, published: Path, dense: PreTrainedModel, rows: list[tuple[str, bool]]
+) -> None:
+    """200 prompts for the copies, 24 for the split model."""
+    theirs = dense
+    if form == "moe":
+        theirs, rows = AutoModelForCausalLM.from_pretrained(published / form, dtype=torch.float32), rows[:24]
+    llm = LLM(str(published / form), dtype="float32", threads=1)
+    agreements = measure.compare_tokens(llm, theirs, rows, 32)
+    measure.show_agreement(form, agreements)
     assert not any(agreement.is_different for agreement in agreements)
-    assert sum(agreement.num_equal for agreement in agreements) > 20 * QUESTIONS
-    pieces = measure.cut(llm, smollm2_texts.split(smollm2_texts.prose())[1], 256, 256 * PIECES)
-    ratio = math.exp(measure.own_loss(llm, pieces) - measure.reference_loss(theirs, pieces))
-    assert ratio == pytest.approx(1.0, abs=1e-4)
+    assert sum(agreement.num_equal for agreement in agreements) > 16 * len(rows)
 
 
-def test_the_answers_are_sensible(folder: Path) -> None:
-    llm = LLM(str(folder / "copies"), threads=1)
+def test_perplexity_is_that_of_transformers(published: Path, dense: PreTrainedModel) -> None:
+    llm = LLM(str(published / "copies"), dtype="float32", threads=1)
+    pieces = pieces_of(llm, TOKENS)
+    own, theirs = measure.own_loss(llm, pieces), measure.reference_loss(dense, pieces)
+    tokens = sum(len(piece) - 1 for piece in pieces)
+    measure.show(
+        f"{tokens} tokens, perplexity {math.exp(own):.5f}, difference {math.expm1(own - theirs):.1e}"
+    )
+    assert tokens > 0.9 * TOKENS
+    assert math.exp(own - theirs) == pytest.approx(1.0, abs=1e-4)
+
+
+def choose_kind(name: str) -> str:
+    """The types of Q4_K_M. Rows of 576 numbers have no blocks of 256, and get blocks of 32."""
+    return "Q4_K" if "ffn_down" in name else "Q8_0" if "token_embd" in name else "Q5_0"
+
+
+def test_quantised_weights_cost_little(published: Path, tmp_path: Path) -> None:
+    copies = published / "copies"
+    llm = LLM(str(copies), threads=1)
+    pieces = pieces_of(llm, FEWER)
+    whole = measure.own_loss(llm, pieces)
+    words = ["quantize", str(copies), str(tmp_path / "int8"), "--format", "int8", "--evaluation-tokens", "0"]
+    assert cli.main([*words, "--threads", "1"]) == 0
+    file, _ = gguf_files.write(copies, tmp_path / "q4", choose_kind)
+    for path, limit in ((tmp_path / "int8", INT8_LOSS), (file, Q4_LOSS)):
+        growth = math.expm1(measure.own_loss(LLM(str(path), threads=1), pieces) - whole)
+        measure.show(f"{path.name}: perplexity {100 * growth:+.2f} % beside {math.exp(whole):.4f}")
+        assert abs(growth) < limit
+
+
+def test_answers_to_a_schema_end(published: Path) -> None:
+    llm = LLM(str(published / "copies"), threads=1)
+    questions = smollm2_texts.questions()[:100]
+    ask = "{} Answer as JSON."
+    chats = [[{"role": "user", "content": ask.format(question)}] for question in questions]
+    schemas = [
+        {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
+        for names in SCHEMAS
+    ]
+    params = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=256,
+            structured_outputs=StructuredOutputsParams(json=schemas[place % len(schemas)]),
+        )
+        for place in range(len(chats))
+    ]
+    answers = llm.chat(chats, params)
+    whole = [answer.text for answer in answers if answer.outputs[0].finish_reason is FinishReason.STOP]
+    measure.show(f"{len(answers) - len(whole)} of {len(answers)} answers are cut after 256 tokens")
+    assert all(isinstance(json.loads(text), dict) for text in whole)
+    assert len(whole) > len(answers) // 2
+
+
+def test_the_answers_are_sensible(published: Path) -> None:
+    llm = LLM(str(published / "copies"), threads=1)
     params = SamplingParams(temperature=0.0, max_tokens=24)
     [answer] = llm.chat([{"role": "user", "content": "What is the capital of France?"}], params)
     assert "Paris" in answer.text

@@ -13,17 +13,34 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as SpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from moesaic.commands.processes import as_lines, in_text
+from moesaic.commands.progress import RemainingTime
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.messages import Loading, Message, Ready
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.policy.scheduling.minimum_batch import MAX_THRESHOLD
 from moesaic.text.parsers.table import Formats
+
+
+class BytesColumn(DownloadColumn):
+    """Bytes read and in total, once the total is known."""
+
+    def render(self, task: Task) -> Text:
+        """Example: 1.2/4.8 GiB."""
+        return super().render(task) if task.total else Text()
+
+
+class SpeedColumn(TransferSpeedColumn):
+    """Bytes read per second, once some were read."""
+
+    def render(self, task: Task) -> Text:
+        """Example: 1.2 GB/s."""
+        return super().render(task) if task.speed else Text()
 
 
 class Announcer:
@@ -62,9 +79,9 @@ class Announcer:
         self._bar = Progress(
             TextColumn("loading {task.description}"),
             BarColumn(),
-            DownloadColumn(binary_units=True),
+            BytesColumn(binary_units=True),
             SpeedColumn(),
-            TimeRemainingColumn(compact=True),
+            RemainingTime(),
             console=errors,
             transient=True,
             disable=not errors.is_terminal,

@@ -79,7 +79,7 @@ def time_operations(options: KernelsBench) -> Report:
         return roofline.roofs(kernels, options.kernels, threads, watch)
 
     # The roofs are measured before and after: other processes may slow the machine down meanwhile.
-    with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
+    with progress(Console(stderr=True), time.monotonic, None) as show:
         first_roofs = roofs()
         speeds = roofline.measure(kernels, options.kernels, sizes, watch, show)
         best = first_roofs.best(roofs())

@@ -140,7 +140,7 @@ def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str
         choices["kernels"] += f", torch {machine.torch_cpu_capability}"
     choices["threads"] += ", or 1 for a model of less than 256 MiB"
     console.print(_table("moesaic will use", choices))
-    console.print(_table("With expert servers", schedule_curves.facts(schedule)))
+    console.print(_table("With expert servers and --schedule async", schedule_curves.facts(schedule)))
     for note in notes:
         console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)
     if not notes:

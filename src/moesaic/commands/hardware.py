@@ -74,7 +74,7 @@ def measure(options: MeasureHardware, effort: Effort) -> Hardware:
         raise ConfigError.field("--device", "cuda", "auto, cpu: torch sees no GPU")
     path = expand_home(options.path)
     effort = _on_experts_of(path if path.is_dir() or is_gguf(path) else path.parent, effort)
-    with progress(Console(stderr=True), time.monotonic, "figures/s") as show:
+    with progress(Console(stderr=True), time.monotonic, None) as show:
         measuring = Measuring(effort, show, options.threads)
         if device is not None:
             return measuring.gpu_over_ram(device, options.name or device.title)

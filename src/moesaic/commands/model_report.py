@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from moesaic.commands.tables import print_whole
 from moesaic.commands.units import in_bytes, in_words
 from moesaic.cost.sizes import ModelSizes
 from moesaic.models.config import shorten
@@ -202,12 +203,12 @@ def show(report: ModelReport) -> None:
     console.print(f"[{colour}]{escape(verdict)}[/]", soft_wrap=True)
     console.print(_pairs(report.model, _facts(report)))
     if report.fits:
-        console.print(_formats(report))
+        print_whole(console, _formats(report))
     machine_facts = _machine_facts(report)
     if machine_facts:
         console.print(_pairs(report.machine or "this machine", machine_facts))
     if report.drafts:
-        console.print(_drafts(report))
+        print_whole(console, _drafts(report))
     for note in list_notes(report):
         if note in verdict:
             continue

@@ -19,6 +19,9 @@ from moesaic.planning.deployment.serving import list_commands, list_host_command
 from moesaic.planning.deployment.trials import Trial
 from moesaic.planning.sim.figures import Spread
 
+PLACEHOLDER = "MODEL"
+"""What commands serve where the plan was made for a name of sizes."""
+
 
 def as_json(plan: Deployments, options: Plan) -> str:
     """The plan as one JSON object. Times are in seconds, rates in tokens or requests per second."""
@@ -49,8 +52,8 @@ def _entry(plan: Deployments, trial: Trial, options: Plan) -> Mapping[str, Any]:
         "how": candidate.describe(),
         "devices": candidate.layout.devices,
         "hosts": candidate.layout.hosts,
-        "commands": list_commands(plan, candidate, str(options.model)),
-        "per_host": dict(list_host_commands(plan, candidate, str(options.model))),
+        "commands": list_commands(plan, candidate, choose_served(options)),
+        "per_host": dict(list_host_commands(plan, candidate, choose_served(options))),
         "notes": list_notes(plan, candidate),
         "throughput": figures.throughput,
         "good_tokens": trial.good_tokens,
@@ -81,7 +84,7 @@ def as_text(plan: Deployments, options: Plan) -> str:
     trials = plan.best_trials(options.top)
     parts = [_title(plan), in_text(_table(plan, trials))]
     for number, trial in enumerate(trials, 1):
-        parts.append("\n".join(_commands(plan, trial, number, str(options.model))))
+        parts.append("\n".join(_commands(plan, trial, number, choose_served(options))))
     parts.append("\n".join(["The five ideas, switched on and off in the first deployment:", *_ideas(plan)]))
     all_notes = dict.fromkeys(note for trial in trials for note in list_notes(plan, trial.candidate))
     parts.append("\n".join([_search(plan), *_list_assumptions(plan, options), *all_notes]))
@@ -149,6 +152,11 @@ def _ideas(plan: Deployments) -> list[str]:
     return [f"  {verdict.idea}: {verdict.line()}" for verdict in plan.verdicts]
 
 
+def choose_served(options: Plan) -> str:
+    """The model in commands: as it was given, if it can be served."""
+    return PLACEHOLDER if options.model in PUBLISHED_MODELS else str(options.model)
+
+
 def _search(plan: Deployments) -> str:
     time_note = "" if plan.is_complete else ". The time budget ended the search; give more with --time-budget"
     return (
@@ -171,6 +179,7 @@ def _list_assumptions(plan: Deployments, options: Plan) -> list[str]:
         )
     if options.model in PUBLISHED_MODELS:
         sentences.append(
-            f"{options.model} is a name of sizes: serve takes the checkpoint's directory or hub id."
+            f"{options.model} is a name of sizes: put a checkpoint's directory or hub id in place of "
+            f"{PLACEHOLDER}."
         )
     return sentences

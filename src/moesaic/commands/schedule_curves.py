@@ -77,13 +77,19 @@ def facts(schedule: Schedule) -> dict[str, str]:
     """The lines about a schedule for people: label -> text."""
     separate, waits = schedule.separate_rows, schedule.waited_pairs
     return {
-        "curves": f"{schedule.source}, for a layer of {schedule.model}",
-        "a worker's run, by rows": _line(schedule.attention_ms),
-        "an expert's run, by pairs": _line(schedule.experts_ms),
-        "rows go on alone": "never while the device is busy" if separate is None else f"from {separate} on",
-        "parts are told": f"of answers with more than {schedule.told_rows} rows",
-        "servers wait": f"for calls with fewer than {waits} pairs" if waits else "never",
-        "queues of experts": "yes" if schedule.expert_queues else "no",
+        "times": f"{schedule.source}, for a layer of {schedule.model}",
+        "attention, by tokens": _line(schedule.attention_ms),
+        "one expert, by tokens": _line(schedule.experts_ms),
+        "a batch is cut": "never"
+        if separate is None
+        else f"in parts that do not wait, from {separate} tokens",
+        "servers answer": f"in parts where more than {schedule.told_rows} tokens ask",
+        "servers wait": f"for more while fewer than {waits} experts of tokens are asked"
+        if waits
+        else "never",
+        "servers compute": "each expert alone"
+        if schedule.expert_queues
+        else "all experts of a layer together",
     }
 
 

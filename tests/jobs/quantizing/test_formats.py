@@ -64,6 +64,8 @@ def test_scales_are_rounded_as_torch_does(kind: str, dtype: torch.dtype) -> None
     ("name", "group", "columns", "form"),
     [
         ("int4", None, (256, 128), Format(4, 128)),
+        ("int4", None, (192, 64), Format(4, 64)),
+        ("int4", None, (96, 160), Format(4, 32)),
         ("int4", 32, (96, 160), Format(4, 32)),
         ("int8", None, (7, 9), Format(8, None)),
         ("int8", 64, (64,), Format(8, 64)),
@@ -76,7 +78,7 @@ def test_group_sizes(name: str, group: int | None, columns: tuple[int, ...], for
 @pytest.mark.parametrize(
     ("group", "columns", "says"),
     [
-        (None, (192, 64), "got 128 by default; allowed: 32, 64, which divide rows of 64, 192 numbers"),
+        (None, (40,), "got nothing; allowed: none: no multiple of 32 divides rows of 40 numbers"),
         (48, (96,), "got 48; allowed: 32, 96, which divide rows of 96 numbers"),
         (128, (96, 64), "got 128; allowed: 32, which divide rows of 64, 96 numbers"),
         (

@@ -236,8 +236,8 @@ def test_calibration_sees_each_expert_s_own_tokens(save: Save, tmp_path: Path, c
 
 def test_what_is_refused(save: Save, tmp_path: Path) -> None:
     path, out = save("qwen3"), tmp_path / "out"
-    with pytest.raises(ConfigError, match=r"--group-size: got 128 by default; allowed: .*divide"):
-        quantized(path, out, format="int4")
+    with pytest.raises(ConfigError, match=r"--group-size: got 128; allowed: .*divide"):
+        quantized(path, out, format="int4", group_size=128)
     narrow = tiny_models.build("qwen3_moe", model_configs.qwen3(moe_intermediate_size=1))
     grown = tiny_models.save(narrow, tmp_path / "grown", torch.bfloat16)
     with pytest.raises(ConfigError, match=r"bytes in place of \d+; allowed: fewer, or --allow-growth"):

@@ -15,6 +15,9 @@ from rich.table import Table
 from moesaic.jobs.bench.load import Outcome
 from moesaic.jobs.bench.measure import TITLES, Spread, Summary
 
+MEDIAN = 50
+"""The percentile that the table calls median."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -132,10 +135,11 @@ def _latencies(spreads: Mapping[str, Spread]) -> Table:
     table = Table(title="milliseconds", caption=caption)
     table.add_column("")
     points = next(iter(spreads.values())).percentiles if spreads else {}
-    for heading in ("mean", "median", "std", *(f"p{point:g}" for point in points)):
+    columns = [point for point in points if point != MEDIAN]
+    for heading in ("mean", "median", "std", *(f"p{point:g}" for point in columns)):
         table.add_column(heading, justify="right")
     for name, spread in spreads.items():
-        cells = (spread.mean, spread.median, spread.std, *spread.percentiles.values())
+        cells = (spread.mean, spread.median, spread.std, *(spread.percentiles[point] for point in columns))
         table.add_row(name, *(f"{cell:.2f}" if spread.count else "-" for cell in cells))
     return table
 

@@ -18,8 +18,8 @@ from moesaic.core.errors import ConfigError
 
 UNIT = 32
 """moesaic's kernels have a scale for so many numbers, so a group is a multiple of it."""
-GROUP = 128
-"""Numbers of a group of int4, if no other size is given."""
+GROUPS = (128, 64, 32)
+"""Numbers of a group of int4, if no size is given: the first that divides all rows."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,12 @@ def choose_format(name: str, group: int | None, columns: Iterable[int]) -> Forma
     Raises ConfigError for groups that do not divide them.
     """
     bits = 4 if name == "int4" else 8
-    size = GROUP if group is None and bits == 4 else group
-    if size is None:
+    if group is None and bits == 8:
         return Format(bits, None)
     widths = sorted(set(columns))
-    if size % UNIT == 0 and all(width % size == 0 for width in widths):
-        return Format(bits, size)
+    for size in GROUPS if group is None else (group,):
+        if size % UNIT == 0 and all(width % size == 0 for width in widths):
+            return Format(bits, size)
     fitting = [
         candidate
         for candidate in range(UNIT, min(widths) + 1, UNIT)
@@ -134,8 +134,7 @@ def choose_format(name: str, group: int | None, columns: Iterable[int]) -> Forma
     allowed_values = f"{', '.join(map(str, fitting))}, which divide {rows}"
     if not fitting:
         allowed_values = f"none: no multiple of {UNIT} divides {rows}; --format int8 needs no groups"
-    given_text = f"{size} by default" if group is None else str(size)
-    raise ConfigError(f"--group-size: got {given_text}; allowed: {allowed_values}")
+    raise ConfigError(f"--group-size: got {group or 'nothing'}; allowed: {allowed_values}")
 
 
 def round_scales(scales: npt.NDArray[np.float32], kind: str) -> npt.NDArray[np.float32]:

@@ -32,7 +32,7 @@ class QuantizeOptions:
     See `moesaic serve`."""
     group_size: int | None = None
     """Numbers of a row that share a scale: a multiple of 32 that divides the rows of all quantised matrices.
-    None: 128 for int4, and a whole row for int8."""
+    None: for int4 the first of 128, 64 and 32 that does so, and a whole row for int8."""
     modules: tuple[Modules, ...] = ("experts",)
     """What is quantised: experts (the routed ones), attention (its projections), mlp (dense MLPs and shared
     experts). Gates, norms, the embedding, the LM head and the projections of linear attention stay as they
