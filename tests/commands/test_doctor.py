@@ -58,8 +58,6 @@ def test_doctor_warns_where_torch_takes_its_portable_code() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif("avx512" not in table.instruction_sets(), reason="the CPU has no AVX-512")
 @pytest.mark.parametrize("instructions", KERNELS_OF)
 def test_doctor_names_instructions_whose_kernels_are_missing(
     instructions: str, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +78,8 @@ def test_this_installation_has_kernels_for_what_the_cpu_has() -> None:
     assert not [note for note in warnings(machine, choice) if "without the kernels for it" in note]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("avx512" not in table.instruction_sets(), reason="the CPU has no AVX-512")
 def test_what_differs_without_proc_is_named() -> None:
     """torch takes DEFAULT where it cannot read /proc/cpuinfo. The kernels are the same there."""
     usual, portable = computed("avx512"), computed("default")

@@ -313,7 +313,7 @@ def test_for_people(capsys: pytest.CaptureFixture[str], machine: Path, tmp_path:
         patch.setenv("COLUMNS", "50")
         assert cli.main(["doctor", "demo", "--hardware", str(machine)]) == 0
     narrow = capsys.readouterr().out
-    assert "…" not in narrow and "int8_offset" in narrow and "together" in narrow
+    assert "…" not in narrow and "int4_g64" in narrow and "together" in narrow
     file = a_config(tmp_path / "model", MIXTRAL_8X7B, model_type="[bold]")
     assert cli.main(["doctor", str(file)]) == 1
     out, err = capsys.readouterr()

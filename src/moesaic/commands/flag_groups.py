@@ -41,7 +41,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--fast-memory", "--hardware", "--profile", "--offload-schedule", "--micro-batch-size"),
         *("--micro-batches", "--pad"),
     ),
-    "Batching": ("--max-num-seqs", "--max-num-batched-tokens", "--max-queue", "--speculative-config"),
+    "Batching": (
+        *("--max-num-seqs", "--max-num-batched-tokens", "--prefill-step-ms", "--max-queue"),
+        "--speculative-config",
+    ),
     "Experts as services": (
         *("--attention-workers", "--prefill-workers", "--expert-servers", "--expert-capacities"),
         "--schedule",
