@@ -164,7 +164,7 @@ def test_every_line_is_run_or_has_a_reason() -> None:
         assert any(line.startswith(beginning) for line in lines()), beginning
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_the_commands_that_end_by_themselves_run(
     tmp_path: Path, quick_workers: None, monkeypatch: pytest.MonkeyPatch

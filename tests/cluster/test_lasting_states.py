@@ -24,7 +24,7 @@ from moesaic.models.files import resolve
 from tests.support.moved_clock import compile_clock
 from tests.support.troubled_server import PATIENCE, PROCESSES, TroubledServer, find_free_port, serve, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow  # each takes half a minute and more, so most of them are marked full
 MISSING = "this file is missing; processes are started again once it is there"
 
 
@@ -64,6 +64,7 @@ def test_no_attention_worker(tmp_path: Path) -> None:
         assert "Traceback" not in server.log
 
 
+@pytest.mark.full
 def test_no_server_of_a_layer(tmp_path: Path) -> None:
     with serve(tmp_path, *PROCESSES) as server:
         request = server.begin()
@@ -87,6 +88,7 @@ def write_site(folder: Path, flag: Path, code: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_no_memory(tmp_path: Path) -> None:
     """No worker can be started: the limit of its address space is too low for its libraries."""
     flag, site = tmp_path / "low", tmp_path / "site"
@@ -111,6 +113,7 @@ def test_no_disk(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_no_descriptors(tmp_path: Path) -> None:
     with serve(tmp_path, *PROCESSES) as server:
         pid = server.pid("expert server 1")  # by a connection that stays open
@@ -145,6 +148,7 @@ def test_no_ports(two_ports: tuple[str, ...], tmp_path: Path) -> None:
         assert server.log == f"moesaic: --expert-servers: got 3; allowed: {reason}\n"
 
 
+@pytest.mark.full
 def test_a_file_that_was_replaced(tmp_path: Path) -> None:
     """By a rename, as `mv` and `rsync` do. Processes that run have the old bytes mapped."""
     with serve(tmp_path, *PROCESSES) as server:
@@ -167,6 +171,7 @@ def test_a_file_that_was_replaced(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_a_clock_that_was_set(tmp_path: Path) -> None:
     preload = compile_clock(tmp_path)
     if preload is None:
@@ -207,6 +212,7 @@ def template_processes(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_template_processes_that_die(tmp_path: Path) -> None:
     with serve(tmp_path, *PROCESSES) as server:
         is_over = threading.Event()
@@ -231,6 +237,7 @@ def test_template_processes_that_die(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_a_tokenizer_file_that_is_broken(tmp_path: Path) -> None:
     """The server has read it. A process that starts does not need it. A server that starts refuses it."""
     with serve(tmp_path, *PROCESSES, outage_seconds=600.0) as server:
@@ -247,6 +254,7 @@ def test_a_tokenizer_file_that_is_broken(tmp_path: Path) -> None:
             assert re.fullmatch(r"moesaic: .*tokenizer\.json.*\n", second.log)
 
 
+@pytest.mark.full
 def test_a_secret_that_was_changed(tmp_path: Path) -> None:
     """Who joins with the new one is refused. The server keeps that of its start."""
     secret = tmp_path / "secret"
@@ -273,6 +281,7 @@ def test_a_secret_that_was_changed(tmp_path: Path) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_an_unreachable_standby(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     joining = ("--cluster-secret-file", str(secret), "--cluster-address", "tcp:127.0.0.1:0")
@@ -351,6 +360,7 @@ def serve_from_hanging(folder: Path, mount_point: Path) -> Iterator[TroubledServ
         yield server
 
 
+@pytest.mark.full
 def test_a_file_system_that_hangs(tmp_path: Path) -> None:
     """As a network file system does whose server is gone: system calls wait, and SIGKILL ends them."""
     with (
