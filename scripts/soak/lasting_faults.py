@@ -8,6 +8,7 @@ import random
 import resource
 import signal
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Site:
         return {"PYTHONPATH": str(site), **(self.clock or {})}
 
 
-class Fault:
+class Fault(ABC):
     """One kind of state."""
 
     name = ""
@@ -57,13 +58,13 @@ class Fault:
         """Whether this machine lets it be made."""
         return True
 
+    @abstractmethod
     def begin(self, server: TroubledServer, site: Site, traffic: Traffic, rng: random.Random) -> None:
         """Brings the server into the state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, server: TroubledServer, site: Site, traffic: Traffic) -> None:
         """Ends the state."""
-        raise NotImplementedError
 
 
 class ChangedFile(Fault):

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from moesaic.server.service import Service
 
 PREFILL_STEP_MS = 200.0
-"""`--prefill-step-ms` where it is not given. A reader takes a fifth of a second for no pause."""
+"""What `--prefill-step-ms` is where it is not given."""
 SLOW_IMPORTS = ("moesaic.server.app", "moesaic.server.run", "moesaic.server.async_engine")
 
 
