@@ -96,7 +96,7 @@ def run_round(
     outage: the --unavailable-timeout of the server, in seconds.
     """
     size = len(server.status()["processes"])
-    is_well(server, size)
+    server.until(lambda: is_well(server, size), HEAL_SECONDS)
     before = held(server)
     with Traffic(server, record) as traffic, Prober(server, record, outage) as prober:
         time.sleep(rng.uniform(0.5, 1.5))

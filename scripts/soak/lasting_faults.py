@@ -86,6 +86,7 @@ class ChangedFile(Fault):
 
     def end(self, server: TroubledServer, site: Site, traffic: Traffic) -> None:
         write_in_place(server.weights, (site.folder / "old").read_bytes())
+        time.sleep(WATCH_SECONDS)
 
 
 class RewrittenFile(ChangedFile):
@@ -201,6 +202,7 @@ def pids_of(server: TroubledServer, role: str = "") -> list[int]:
 
 
 def kill_any(server: TroubledServer, rng: random.Random, role: str = "") -> None:
+    server.until(lambda: pids_of(server, role))
     with contextlib.suppress(ProcessLookupError):
         os.kill(rng.choice(pids_of(server, role)), signal.SIGKILL)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.models.files import resolve
+from tests.support import ray_nodes
 from tests.support.moved_clock import compile_clock
 from tests.support.troubled_server import PATIENCE, PROCESSES, TroubledServer, find_free_port, serve, start
 
@@ -308,6 +309,22 @@ def test_a_frozen_process(tmp_path: Path) -> None:
         assert request.end() == ""
         assert_served(server)
         assert server.stop() == 0
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::FutureWarning:ray.*")
+def test_ray_is_gone(tmp_path: Path) -> None:
+    """All nodes of a Ray cluster die at once."""
+    pytest.importorskip("ray")
+    flags = ("--attention-workers", "1", "--expert-servers", "1", "--distributed-executor-backend", "ray")
+    with ray_nodes.running([1, 1, 1]) as nodes, serve(tmp_path, *flags) as server:
+        request = server.begin()
+        nodes.kill_all()
+        assert_refused(server, "no attention worker serves and no server that serves holds experts 0-23")
+        # Ray's library ends the server's process once it has looked for its cluster for a minute.
+        assert server.process.wait(PATIENCE) == 1
+        assert "peer closed connection" in request.end()
+        assert "Failed to connect to GCS within 60 seconds" in server.log
 
 
 def test_a_slow_start(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ class Nodes:
         """Kills a node with SIGKILL. Its actors end when they notice."""
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def kill_all(self) -> None:
+        """Kills all nodes with SIGKILL, with the one that controls the cluster."""
+        for node in self.nodes:
+            self.kill(node)
+        self._cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+
     def close(self) -> None:
         self._cluster.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)

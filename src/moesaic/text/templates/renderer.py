@@ -17,6 +17,8 @@ from moesaic.text.templates import frames
 
 START_SECONDS = 60.0
 """Seconds for Python to start and to import Jinja."""
+_KILL_SECONDS = 5.0
+"""Seconds in which a process ends after SIGKILL, unless it waits for a file system that does not answer."""
 _PROGRAM = Path(__file__).with_name("__main__.py")
 _LONGEST_ERROR = 1 << 16
 """Maximum number of bytes of a message that is not a rendered text."""
@@ -86,10 +88,11 @@ class Renderer:
         return self._ask(request, self._limits.seconds, max_characters)
 
     def end(self) -> None:
-        """End the process now and wait until it has ended."""
+        """End the process now and wait until it has ended, but not for long where it cannot be killed."""
         self._close_sockets()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_KILL_SECONDS)
 
     def _close_sockets(self) -> None:
         self._connection.close()
