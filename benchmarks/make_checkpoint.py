@@ -2,10 +2,12 @@
 
     python benchmarks/make_checkpoint.py qwen3-moe-0.96b DIR
     python benchmarks/make_checkpoint.py qwen3-moe-0.1b DIR --skew alternating --share 0.75
+    python benchmarks/make_checkpoint.py qwen3-30b-a3b DIR --layers 7
 
 Weights are bf16, normal with a standard deviation of 0.02, from a fixed seed, one shard a layer. The
-texts that it writes mean nothing; its routing is close to uniform. With --skew, that share of the pairs
-goes to one half of the experts in each layer; `skew.py` says how, and what was reached is counted.
+texts that it writes are bytes and words such as w300. Its routing is close to uniform. With --skew, that
+share of the pairs goes to one half of the experts in each layer; `skew.py` says how, and what was reached
+is counted.
 """
 
 from __future__ import annotations
@@ -119,6 +121,22 @@ SHAPES: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 384,
         "shared_expert_intermediate_size": 384,
     },
+    "qwen3-30b-a3b": COMMON
+    | {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 2048,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "num_hidden_layers": 48,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "intermediate_size": 6144,
+        "norm_topk_prob": True,
+    },
     "mixtral-0.75b": COMMON
     | {
         "model_type": "mixtral",
@@ -209,6 +227,17 @@ def shards(name: str) -> Iterator[Shape]:
         yield layer_shapes(name, layer)
 
 
+def write_tokenizer(path: Path, size: int) -> None:
+    """A token a byte, one that ends answers, and words, so that a stream has text for nearly each token."""
+    byte_tokenizer(path, ["<end>"])
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first_word = len(vocabulary) + len(tokenizer["added_tokens"])
+    vocabulary |= {f"\u0120w{token}": token for token in range(first_word, size)}
+    file.write_text(json.dumps(tokenizer))
+
+
 def write(name: str, path: Path, pattern: str | None = None, share: float = 0.75) -> None:
     """A checkpoint in `path`. pattern, share: of `skew.py`; None: close to uniform."""
     path.mkdir(parents=True, exist_ok=True)
@@ -230,7 +259,7 @@ def write(name: str, path: Path, pattern: str | None = None, share: float = 0.75
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "config.json").write_text(json.dumps(SHAPES[name] | {"torch_dtype": "bfloat16"}, indent=2))
-    byte_tokenizer(path, ["<end>"])
+    write_tokenizer(path, number(name, "vocab_size"))
     if pattern is not None:
         skew.calibrate(path, pattern, share)
         reached = skew.report(path, pattern)
@@ -243,7 +272,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("name", choices=sorted(SHAPES))
     parser.add_argument("path", type=Path)
+    parser.add_argument("--layers", type=int, help="so many of the layers only")
     parser.add_argument("--skew", choices=skew.PATTERNS)
     parser.add_argument("--share", type=float, default=0.75, help="of the pairs, on the hot half")
     arguments = parser.parse_args()
+    if arguments.layers:
+        SHAPES[arguments.name]["num_hidden_layers"] = arguments.layers
     write(arguments.name, arguments.path, arguments.skew, arguments.share)

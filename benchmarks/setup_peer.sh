@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Makes a virtual environment at DIR with one peer of peers.py in it.
 #
-#     benchmarks/setup_peer.sh llama DIR    llama.cpp, compiled for this machine: needs a C++ compiler, takes minutes
-#     benchmarks/setup_peer.sh vllm DIR     vLLM's CPU build, 3.4 GB: needs a C++ compiler too, when it runs
+#     benchmarks/setup_peer.sh llama DIR         llama.cpp, compiled for this machine: a C++ compiler, minutes
+#     benchmarks/setup_peer.sh llama-server DIR  its programs DIR/llama-server and DIR/llama-quantize: cmake as well
+#     benchmarks/setup_peer.sh vllm DIR          vLLM's CPU build, 3.4 GB: needs a C++ compiler too, when it runs
 set -euo pipefail
-usage="usage: setup_peer.sh llama|vllm DIR"
+usage="usage: setup_peer.sh llama|llama-server|vllm DIR"
 peer=${1:-} dir=${2:-}
 case $peer/$dir in
-    llama/?* | vllm/?*) ;;
+    llama/?* | llama-server/?* | vllm/?*) ;;
     *) echo "$usage" >&2; exit 2 ;;
 esac
 
@@ -15,9 +16,23 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 [ -x "$dir/bin/python" ] || "${PYTHON:-python3}" -m venv "$dir"
 pip=("$dir/bin/pip" install --quiet)
 
+llama=llama-cpp-python==0.3.36
+if [ "$peer" = llama-server ]; then
+    # The source archive of the Python package holds all of llama.cpp.
+    sources=$(mktemp -d)
+    trap 'rm -rf "$sources"' EXIT
+    "$dir/bin/pip" download --quiet --no-deps --no-binary :all: --dest "$sources" "$llama"
+    tar -xzf "$sources"/*.tar.gz -C "$sources"
+    cmake -S "$sources"/llama_cpp_python-*/vendor/llama.cpp -B "$sources/build" -DCMAKE_BUILD_TYPE=Release \
+        -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF ${CMAKE_ARGS:-}
+    cmake --build "$sources/build" --target llama-server llama-quantize --parallel "$(nproc)"
+    cp "$sources"/build/bin/llama-{server,quantize} "$dir"
+    exit
+fi
+
 if [ "$peer" = llama ]; then
     # Without the library for images, which is a quarter of what is compiled.
-    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "${pip[@]}" "llama-cpp-python[server]==0.3.36" gguf==0.19.0
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF ${CMAKE_ARGS:-}" "${pip[@]}" "${llama/==/[server]==}" gguf==0.19.0
     exit
 fi
 

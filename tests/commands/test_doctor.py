@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from moesaic import LLM
-from moesaic.commands import schedule_curves
-from moesaic.commands.announce import as_record, as_table
+from moesaic.commands import kernel_speeds, schedule_curves
+from moesaic.commands.announce import as_record, as_table, rounding_lines
 from moesaic.commands.doctor import KERNELS_OF, choose, warnings
 from moesaic.commands.machine import examine
 from moesaic.commands.processes import in_text
@@ -107,3 +107,34 @@ def test_doctor_says_which_rows_run_alone() -> None:
     never = schedule_curves.derive_schedule(DeviceCurves("x", flat, flat))
     assert never.separate_rows is None
     assert schedule_curves.facts(never)["a batch is cut"] == "never"
+
+
+def test_serve_names_kernels_that_round_where_they_would_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those for the type of the weights, and none where such kernels are chosen already."""
+    sets = ("avx512", "portable", "avx512_bf16", "avx512_int8", "avx2_int8")
+    monkeypatch.setattr(table, "instruction_sets", lambda: sets)
+    assert table.list_rounding_sets(["bfloat16"]) == ("avx512_bf16",)
+    assert table.list_rounding_sets(["q4_k", "bfloat16"]) == ("avx512_int8", "avx2_int8")
+    assert table.list_rounding_sets(["float32"]) == table.list_rounding_sets(["fp8"]) == ()
+    monkeypatch.undo()
+    info = LLM("demo", kv_cache_memory="8MiB").info
+    assert info.rounding_kernels == table.list_rounding_sets(["bfloat16"])
+    [line] = rounding_lines(replace(info, rounding_kernels=("avx2_int8", "avx512_int8")))
+    assert "--kernels avx2_int8 " in line and "int8, as in llama.cpp, so answers may differ" in line
+    assert rounding_lines(replace(info, rounding_kernels=())) == []
+    if info.rounding_kernels:
+        rounding = LLM("demo", kv_cache_memory="8MiB", kernels=info.rounding_kernels[0]).info
+        assert rounding.rounding_kernels == ()
+    table.pick("cpu")
+
+
+def test_doctor_measures_kernels_that_round_beside_the_others() -> None:
+    speeds = kernel_speeds.measure_kernels(threads=1)
+    for stored_type in kernel_speeds.HOW_ROUNDED:
+        names = [speed.kernels for speed in speeds if speed.weights == stored_type]
+        rounding_sets = table.list_rounding_sets([stored_type])
+        assert names == ([table.instruction_sets()[0], *rounding_sets] if rounding_sets else [])
+    assert all(speed.gflops[rows] > 0 for speed in speeds for rows in kernel_speeds.ROWS)
+    text = in_text(kernel_speeds.as_table(speeds))
+    assert all(speed.kernels in text for speed in speeds)
+    assert table.pick("cpu").name == f"native ({table.instruction_sets()[0]})"

@@ -123,8 +123,8 @@ class Announcer:
             text = json.dumps(record)
         else:
             parts = [in_text(as_table(self._name, info)), parsers_line(self._formats)]
-            parts += [f"Chat template: {sentence}" for sentence in self._messages] + [capacity_line(info)]
-            parts += schedule_lines(info)
+            parts += [f"Chat template: {sentence}" for sentence in self._messages]
+            parts += [*rounding_lines(info), capacity_line(info), *schedule_lines(info)]
             parts += [] if status is None else as_lines(status)
             if self._admin_key is not None:
                 parts.append(f"Admin key, which moesaic scale --admin-key needs: {self._admin_key}")
@@ -153,6 +153,17 @@ def capacity_line(info: WorkerInfo) -> str:
     if info.state_seats:
         states = f"; states of {info.state_seats} requests and {info.state_snapshots} prefixes"
     return f"KV cache holds {info.kv_tokens} tokens, {max_requests} requests of the maximum length{states}"
+
+
+def rounding_lines(info: WorkerInfo) -> list[str]:
+    """The line about kernels that are faster and round, if this CPU has some for these weights."""
+    if not info.rounding_kernels:
+        return []
+    name = info.rounding_kernels[0]
+    rows = "bf16, as in vLLM and llama.cpp" if name.endswith("_bf16") else "int8, as in llama.cpp"
+    line = f"These kernels compute in float32. --kernels {name} is faster for prompts and many requests: "
+    line += f"it rounds rows to {rows}, so answers may differ (moesaic doctor measures both)"
+    return [line]
 
 
 def schedule_lines(info: WorkerInfo) -> list[str]:

@@ -10,7 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from moesaic import __version__
-from moesaic.commands import schedule_curves
+from moesaic.commands import kernel_speeds, schedule_curves
+from moesaic.commands.kernel_speeds import KernelSpeed
 from moesaic.commands.machine import Machine, examine
 from moesaic.commands.schedule_curves import Schedule
 from moesaic.commands.units import in_bytes
@@ -44,18 +45,20 @@ def run(as_json: bool) -> int:
     choice = choose(machine)
     notes = warnings(machine, choice)
     gpu = machine.gpus[0].name if machine.gpus else None
+    speeds = [] if machine.gpus else kernel_speeds.measure_kernels(machine.threads)
     schedule = schedule_curves.find(gpu, machine.threads)
     if as_json:
         report = {
             "version": __version__,
             "machine": asdict(machine),
             "choice": asdict(choice),
+            "kernels": [asdict(speed) for speed in speeds],
             "schedule": asdict(schedule),
             "warnings": notes,
         }
         print(json.dumps(report))
     else:
-        _print(machine, choice, schedule, notes)
+        _print(machine, choice, speeds, schedule, notes)
     return 0
 
 
@@ -132,7 +135,9 @@ def _list_missing_kernels(machine: Machine) -> list[str]:
     return [note]
 
 
-def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str]) -> None:
+def _print(
+    machine: Machine, choice: Choice, speeds: list[KernelSpeed], schedule: Schedule, notes: list[str]
+) -> None:
     console = Console(highlight=False)
     console.print(_table("This machine", _facts(machine)))
     choices = {name: str(value) for name, value in asdict(choice).items()}
@@ -140,6 +145,9 @@ def _print(machine: Machine, choice: Choice, schedule: Schedule, notes: list[str
         choices["kernels"] += f", torch {machine.torch_cpu_capability}"
     choices["threads"] += ", or 1 for a model of less than 256 MiB"
     console.print(_table("moesaic will use", choices))
+    if speeds:
+        console.print(kernel_speeds.as_table(speeds))
+        console.print("Where rows are rounded, answers may differ from those of transformers.")
     console.print(_table("With expert servers and --schedule async", schedule_curves.facts(schedule)))
     for note in notes:
         console.print(f"[yellow]warning[/]: {escape(note)}", soft_wrap=True)

@@ -47,6 +47,8 @@ class WorkerInfo:
     """How many tokens are drafted, and from which acceptance that pays. Empty where none are drafted."""
     least_rows: int = 0
     """Rows in flight of which some part may run alone, at least. 0 where rows stay together."""
+    rounding_kernels: tuple[str, ...] = ()
+    """Kernels of this CPU that round rows for these weights, where chosen ones compute in float32."""
     routed_layers: tuple[int, ...] = ()
     """Layers with routed experts, if the experts of each token can be returned. Empty otherwise."""
 

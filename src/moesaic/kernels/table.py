@@ -16,7 +16,7 @@ import torch
 from moesaic.core import gpu_parts
 from moesaic.core.errors import ConfigError
 from moesaic.core.tokens import FloatRows, IntArray
-from moesaic.core.weight_types import convert_blocks
+from moesaic.core.weight_types import convert_blocks, is_integer
 from moesaic.kernels.batch import AttentionBatch
 from moesaic.kernels.gating import Gating
 from moesaic.kernels.matrix import Weight
@@ -305,6 +305,18 @@ def instruction_sets() -> tuple[str, ...]:
     BY_NAME.
     """
     return () if _native is None else tuple(_native.instruction_sets())
+
+
+def list_rounding_sets(stored_types: Sequence[str]) -> tuple[str, ...]:
+    """The instruction sets of this CPU that round rows for weights of these types: usually the faster ones.
+
+    stored_types: names of `core.weight_types`. Sets that round to int8 do so for weights in integers only,
+    and those that round to bf16 for weights in bf16.
+    """
+    has_integers = any(is_integer(name) for name in stored_types)
+    wanted_sets = set(INTEGER) if has_integers else set()
+    wanted_sets |= ROUNDING if "bfloat16" in stored_types and not has_integers else set()
+    return tuple(name for name in instruction_sets() if name in wanted_sets)
 
 
 def pick(device: str, name: str = "auto") -> Kernels:

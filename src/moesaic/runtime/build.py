@@ -15,7 +15,7 @@ from moesaic.core.weight_types import is_packed
 from moesaic.core.worker_info import WorkerInfo
 from moesaic.experts.client import NoServers
 from moesaic.kernels.matrix import kind_of
-from moesaic.kernels.table import torch_code
+from moesaic.kernels.table import BY_NAME, instruction_sets, list_rounding_sets, torch_code
 from moesaic.models import files, fingerprint
 from moesaic.models.kvcache.memory import HybridMemory
 from moesaic.models.kvcache.paged_kv import PagedKV, bytes_per_token
@@ -139,11 +139,12 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
     spec, model = loaded_model.model.spec, loaded_model.model
     size, (page, seat) = parts.size, state_bytes(spec.states, len(spec.state_layers))
     token_bytes = bytes_per_token(spec.kv, spec.kv_layers, parts.kv_dtype)
+    packed_type = _find_packed_type(parts)
     return WorkerInfo(
         model_type=spec.model_type,
         device=_device_name(loaded_model.device),
         kernels=loaded_model.kernels.name,
-        dtype=kind_of(model.head) + _packed_suffix(parts),
+        dtype=kind_of(model.head) + (f", experts {packed_type}" if packed_type else ""),
         threads=loaded_model.threads,
         num_parameters=model.num_parameters + (expert_layout.parameters if expert_layout else 0),
         weight_bytes=model.num_bytes + (expert_layout.num_bytes if expert_layout else 0),
@@ -166,18 +167,29 @@ def _describe(context: WorkerContext, parts: WorkerParts) -> WorkerInfo:
         torch_code=torch_code() if loaded_model.device.type == "cpu" else "",
         speculation=parts.speculation.describe(),
         least_rows=parts.least_rows,
+        rounding_kernels=_list_rounding_kernels(parts, packed_type),
         routed_layers=() if parts.routes is None else parts.routes.layers,
     )
 
 
-def _packed_suffix(parts: WorkerParts) -> str:
+def _list_rounding_kernels(parts: WorkerParts, packed_type: str) -> tuple[str, ...]:
+    """The kernels that would round rows, where those that were chosen do not."""
+    loaded_model = parts.loaded_model
+    name = loaded_model.kernels.name.removeprefix("native (").removesuffix(")")
+    if name not in instruction_sets() or name in BY_NAME:
+        return ()
+    return list_rounding_sets([packed_type or kind_of(loaded_model.model.head)])
+
+
+def _find_packed_type(parts: WorkerParts) -> str:
+    """The type of the experts if they are packed. Else empty."""
     packed_kinds = (
         weights.packed_dtype
         for weights in parts.loaded_model.model.experts.values()
         if weights.packed_numbers
     )
     kind = next(packed_kinds, "") if parts.expert_layout is None else parts.expert_layout.dtype
-    return f", experts {kind}" if kind and is_packed(kind) else ""
+    return kind if kind and is_packed(kind) else ""
 
 
 def _device_name(device: torch.device) -> str:
