@@ -54,6 +54,7 @@ FEATURES: dict[str, Feature] = {
     "`--trace`": Feature({"--trace": "{}/trace.json"}),
     "`--record-routing`": Feature({"--record-routing": "{}/routing.npz"}),
     "`--fast-memory`": Feature({"--fast-memory": "6MiB", "--hardware": "{}/this.toml"}),
+    "`--prefix-cache-dir`": Feature({"--prefix-cache-dir": "{}/prefixes"}),
     "a model with states": Feature({}, "states"),
     "quantised experts": Feature({}, "quantised"),
     "`join --role expert-server`": Feature({**SERVERS, **DOOR}, joins=("expert-server",)),
@@ -75,11 +76,12 @@ HOSTS = (
 """Features with processes of several hosts."""
 WORKERS_JOIN = HOSTS[1:3]
 ON_GPUS = {"--device": "cuda", "--transport": "cuda_ipc", "--kv-cache-memory": "8MiB"}
-NOT_ON_GPUS = ("`--moe-collectives`", "`--fast-memory`", "`--relay`")
+NOT_ON_GPUS = ("`--moe-collectives`", "`--fast-memory`", "`--relay`", "`--prefix-cache-dir`")
 """Features of one host that --transport cuda_ipc does not go with."""
 BY_NVSHMEM = {"--device": "cuda", "--kernels": "triton", "--cudagraph-mode": "full", "--transport": "nvshmem"}
 NOT_BY_NVSHMEM = (
     *("`--tensor-parallel-size`", "`--moe-collectives`", "`--nnodes`", "`--fast-memory`", "`--relay`", "Ray"),
+    "`--prefix-cache-dir`",
     *("`--schedule barrier`", "`--schedule async`", "`--schedule auto`"),
     *("`--inflight-batches 2`", "`--combine partial`"),
 )
@@ -103,6 +105,16 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         "`--fast-memory`",
         ("`--attention-workers`", "`--prefill-workers`", *OBSERVED[::2], "`--speculative-config`"),
         PASSES,
+    ),
+    (
+        "`--prefix-cache-dir`",
+        ("`--tensor-parallel-size`", "`--moe-collectives`", "`--nnodes`"),
+        "each rank holds some heads of a block only",
+    ),
+    (
+        "`--prefix-cache-dir`",
+        ("`--prefill-workers`", "`join --role prefill-worker`"),
+        "blocks that another worker sends are not written",
     ),
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
     ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`", "`--schedule auto`"), IN_STEP),
@@ -135,6 +147,10 @@ WITH_SERVERS = {
 """Pairs that need expert servers as well, since what holds the experts itself refuses the second feature."""
 
 
+NOT_ALL_THREE = {"a model with states", "`--fast-memory`", "`--prefix-cache-dir`"}
+"""Features of which two go together, but not all three."""
+
+
 def merged(names: Iterable[str]) -> tuple[dict[str, str], str] | None:
     """The flags of all features and the model. None where two of them are values of one flag."""
     names = list(names)
@@ -156,7 +172,9 @@ def allowed(names: Iterable[str]) -> bool:
     names, found = list(names), merged(names)
     if found is None or {"--expert-servers", "--moe-collectives"} <= found[0].keys():
         return False
-    return not any(frozenset(pair) in REFUSED for pair in itertools.combinations(names, 2))
+    return not set(names) >= NOT_ALL_THREE and not any(
+        frozenset(pair) in REFUSED for pair in itertools.combinations(names, 2)
+    )
 
 
 def groups(several_hosts: bool, but: Iterable[str] = ()) -> list[tuple[str, ...]]:
