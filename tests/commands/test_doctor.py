@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from moesaic import LLM
-from moesaic.commands import kernel_speeds, schedule_curves
+from moesaic.commands import schedule_curves
 from moesaic.commands.announce import as_record, as_table, rounding_lines
-from moesaic.commands.doctor import KERNELS_OF, choose, warnings
+from moesaic.commands.doctor import KERNELS_OF, choose, speeds_table, warnings
 from moesaic.commands.machine import examine
 from moesaic.commands.processes import in_text
 from moesaic.core.curves import Curve, DeviceCurves
 from moesaic.kernels import table
+from moesaic.planning.hardware import kernel_speeds
 from moesaic.policy.scheduling.minimum_batch import cpu_curves
 
 PROGRAM = """
@@ -135,6 +136,6 @@ def test_doctor_measures_kernels_that_round_beside_the_others() -> None:
         rounding_sets = table.list_rounding_sets([stored_type])
         assert names == ([table.instruction_sets()[0], *rounding_sets] if rounding_sets else [])
     assert all(speed.gflops[rows] > 0 for speed in speeds for rows in kernel_speeds.ROWS)
-    text = in_text(kernel_speeds.as_table(speeds))
+    text = in_text(speeds_table(speeds))
     assert all(speed.kernels in text for speed in speeds)
     assert table.pick("cpu").name == f"native ({table.instruction_sets()[0]})"

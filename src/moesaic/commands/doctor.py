@@ -10,12 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from moesaic import __version__
-from moesaic.commands import kernel_speeds, schedule_curves
-from moesaic.commands.kernel_speeds import KernelSpeed
+from moesaic.commands import schedule_curves
 from moesaic.commands.machine import Machine, examine
 from moesaic.commands.schedule_curves import Schedule
 from moesaic.commands.units import in_bytes
 from moesaic.kernels import table
+from moesaic.planning.hardware.kernel_speeds import ROWS, KernelSpeed, measure_kernels
 
 GIB = 2**30
 KERNELS_OF = {
@@ -45,7 +45,7 @@ def run(as_json: bool) -> int:
     choice = choose(machine)
     notes = warnings(machine, choice)
     gpu = machine.gpus[0].name if machine.gpus else None
-    speeds = [] if machine.gpus else kernel_speeds.measure_kernels(machine.threads)
+    speeds = [] if machine.gpus else measure_kernels(machine.threads)
     schedule = schedule_curves.find(gpu, machine.threads)
     if as_json:
         report = {
@@ -146,7 +146,7 @@ def _print(
     choices["threads"] += ", or 1 for a model of less than 256 MiB"
     console.print(_table("moesaic will use", choices))
     if speeds:
-        console.print(kernel_speeds.as_table(speeds))
+        console.print(speeds_table(speeds))
         console.print("Where rows are rounded, answers may differ from those of transformers.")
     console.print(_table("With expert servers and --schedule async", schedule_curves.facts(schedule)))
     for note in notes:
@@ -190,3 +190,25 @@ def _table(title: str, rows: dict[str, str]) -> Table:
     for name, value in rows.items():
         table.add_row(name, escape(value))
     return table
+
+
+def speeds_table(speeds: list[KernelSpeed]) -> Table:
+    """A row for each of the kernels, and the ratio to those of `auto`."""
+    shown = Table(
+        title="Kernels: Gflops/s of experts, by rows of each",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+    )
+    for column in ("--kernels", "weights", "rounds rows to", "1 row", "64 rows"):
+        shown.add_column(column, justify="right" if column[0].isdigit() else "left")
+    first_speeds: dict[str, KernelSpeed] = {}
+    for speed in speeds:
+        first = first_speeds.setdefault(speed.weights, speed)
+        name = f"auto ({speed.kernels})" if speed is first else speed.kernels
+        ratios = [
+            f" ({speed.gflops[rows] / first.gflops[rows]:.2f}x)" * (speed is not first) for rows in ROWS
+        ]
+        figures = [f"{speed.gflops[rows]:.3g}{ratio}" for rows, ratio in zip(ROWS, ratios, strict=True)]
+        shown.add_row(name, speed.weights, speed.rounds_to or "nothing", *figures)
+    return shown

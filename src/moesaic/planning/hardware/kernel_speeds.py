@@ -1,11 +1,10 @@
-"""What `moesaic doctor` says of kernels: how much faster those are that round rows, and what that changes."""
+"""Measures how much faster kernels are that round rows, for `moesaic doctor`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table
 
 from moesaic.kernels import table
 from moesaic.planning.hardware import products
@@ -57,25 +56,3 @@ def _measure(name: str, stored_type: str, rounded: str, threads: int) -> KernelS
     by_rows = {rows: flops / 1e9 for rows, flops in products.flops_by_rows(rates, stored_type)}
     set_name = kernels.name.removeprefix("native (").removesuffix(")")
     return KernelSpeed(set_name, stored_type, rounded, {rows: round(by_rows[rows], 1) for rows in ROWS})
-
-
-def as_table(speeds: list[KernelSpeed]) -> Table:
-    """A row for each of the kernels, and the ratio to those of `auto`."""
-    shown = Table(
-        title="Kernels: Gflops/s of experts, by rows of each",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-    )
-    for column in ("--kernels", "weights", "rounds rows to", "1 row", "64 rows"):
-        shown.add_column(column, justify="right" if column[0].isdigit() else "left")
-    first_speeds: dict[str, KernelSpeed] = {}
-    for speed in speeds:
-        first = first_speeds.setdefault(speed.weights, speed)
-        name = f"auto ({speed.kernels})" if speed is first else speed.kernels
-        ratios = [
-            f" ({speed.gflops[rows] / first.gflops[rows]:.2f}x)" * (speed is not first) for rows in ROWS
-        ]
-        figures = [f"{speed.gflops[rows]:.3g}{ratio}" for rows, ratio in zip(ROWS, ratios, strict=True)]
-        shown.add_row(name, speed.weights, speed.rounds_to or "nothing", *figures)
-    return shown
