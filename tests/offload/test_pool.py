@@ -14,6 +14,7 @@ from tests.offload.test_weights import EXPERTS, LAYERS, Case, same, save
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.offload.pool import ExpertPool
 from moesaic.offload.reading import ALIGNMENT
+from moesaic.offload.weights import Files
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,7 @@ def test_the_hottest_stays_while_others_come_and_go(case: Case) -> None:
 
 def test_a_read_that_fails_costs_no_place(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = pool_of(case, 2)
-    reader = pool._reader
-    monkeypatch.setattr(type(reader), "load", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
+    monkeypatch.setattr(Files, "run", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
     for _ in range(3):
         with pytest.raises(CheckpointError, match="gone"):
             pool.load_experts(0, [0, 1])

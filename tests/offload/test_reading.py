@@ -5,6 +5,7 @@ import errno
 import mmap
 import os
 import random
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moesaic.offload.reading import ALIGNMENT, PIECE, DirectFile
+from moesaic.offload.reading import ALIGNMENT, IN_FLIGHT, PIECE, DirectFile, ParallelReads
 
 DATA = random.Random(0).randbytes(PIECE + 5 * ALIGNMENT + 123)
 
@@ -179,3 +180,34 @@ def test_files_are_closed(path: Path, direct: bool) -> None:
     file = DirectFile(path, direct)
     del file
     assert descriptors(path) == 0, "the object's end closes it too"
+
+
+def test_so_many_reads_are_made_at_once() -> None:
+    parallel, together = ParallelReads(), threading.Barrier(IN_FLIGHT, timeout=60)
+    meeting = [lambda: together.wait() + 1] * (3 * IN_FLIGHT)  # none ends before IN_FLIGHT have begun
+    assert parallel.run(meeting) == 3 * sum(range(1, IN_FLIGHT + 1))
+    parallel.close()
+    parallel.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("reading weights")]
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_after_an_error_none_is_running_and_the_next_reads_are_whole(bad: int) -> None:
+    parallel, running = ParallelReads(), []
+
+    def read(number: int) -> int:
+        running.append(number)
+        try:
+            if number == bad:
+                raise OSError(errno.EIO, "the disk failed")
+            return number
+        finally:
+            running.remove(number)
+
+    reads = [lambda number=number: read(number) for number in range(5)]
+    with pytest.raises(OSError, match="the disk failed"):
+        parallel.run(reads)
+    assert not running
+    assert parallel.run([reads[number] for number in range(5) if number != bad]) == 10 - bad
+    assert parallel.run([]) == 0
+    parallel.close()

@@ -6,7 +6,7 @@ is chosen often can then stay on the fast level, in the place of one that is not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -17,6 +17,8 @@ from moesaic.offload.arrangement import Arrangement
 from moesaic.offload.reading import ALIGNMENT
 from moesaic.offload.weights import Files, Memory, Plan, StreamedExperts, views, weights_of
 
+Key = tuple[int, int]
+"""A layer and one of its experts."""
 Expert = tuple[torch.Tensor, ...]
 """Gate, up and down, and their biases if there are some."""
 
@@ -28,12 +30,16 @@ class Reader(Protocol):
         """Reads an expert to its place, [bytes] uint8. Returns the number of bytes read."""
         ...
 
+    def load_all(self, places: Mapping[Key, torch.Tensor]) -> int:
+        """Reads several experts. places: (layer, expert) -> its place. Returns the number of bytes read."""
+        return sum(self.load(*key, place) for key, place in places.items())
+
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
         """The tensors of an expert that is in this place."""
         ...
 
 
-class StoredReader:
+class StoredReader(Reader):
     """Reads experts that are stored as the kernels read them: a place has whole blocks of the file."""
 
     def __init__(self, plan: Plan, layout: ExpertLayout, files: Files) -> None:
@@ -48,8 +54,15 @@ class StoredReader:
         return sizes, 0
 
     def load(self, layer: int, expert: int, place: torch.Tensor) -> int:
-        arrangement = Arrangement(self._places[layer, expert])
-        return self._files.read(arrangement, [(0, arrangement.size)], place)
+        return self.load_all({(layer, expert): place})
+
+    def load_all(self, places: Mapping[Key, torch.Tensor]) -> int:
+        """Reads experts with several reads in flight."""
+        reads: list[Callable[[], int]] = []
+        for key, place in places.items():
+            arrangement = Arrangement(self._places[key])
+            reads += self._files.list_reads(arrangement, [(0, arrangement.size)], place)
+        return self._files.run(reads)
 
     def tensors(self, layer: int, expert: int, place: torch.Tensor) -> Expert:
         parts = self._places[layer, expert]
@@ -65,7 +78,7 @@ class StreamedByExpert(StreamedExperts):
     """
 
     def load_static(self) -> int:
-        return sum(self._reader.load(*key, self._static_places[key]) for key in sorted(self._static_places))
+        return self._reader.load_all(dict(sorted(self._static_places.items())))
 
     def load_page(self, count: int, layer: int, page: int, pages: int) -> int:
         if not 0 <= page < pages:
@@ -79,7 +92,9 @@ class StreamedByExpert(StreamedExperts):
         missing_experts = sorted(
             {int(expert) for expert in experts if (layer, int(expert)) not in self._static_places}
         )
-        return sum(self._reader.load(layer, expert, places[expert][count % 2]) for expert in missing_experts)
+        return self._reader.load_all(
+            {(layer, expert): places[expert][count % 2] for expert in missing_experts}
+        )
 
     def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
         """Reads the expert `new_expert` to the place of `evicted_expert`, which stayed until now. Returns the

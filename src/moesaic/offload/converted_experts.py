@@ -32,7 +32,7 @@ ReadBytes = Callable[[Place], Bytes]
 """Returns the bytes of a place, which have been read."""
 
 
-class ConvertingReader:
+class ConvertingReader(Reader):
     """Reads an expert to memory that all share, and converts it from there to its place."""
 
     def __init__(self, plan: Plan, layout: ExpertLayout, files: Files, staging: torch.Tensor) -> None:

@@ -130,7 +130,7 @@ class PagedExperts(StreamedByExpert):
         return PinningReader(reader, max(sizes.values()), self._load_link), sizes
 
 
-class MappedReader:
+class MappedReader(Reader):
     """Reads experts that are stored as the kernels read them from files in memory, their tensors together."""
 
     def __init__(self, plan: Plan, layout: ExpertLayout, files: Files) -> None:
@@ -147,7 +147,7 @@ class MappedReader:
         return dense_expert(place, self._layout, layer)
 
 
-class PinningReader:
+class PinningReader(Reader):
     """Reads experts to places on a device, by way of pinned memory."""
 
     def __init__(self, reader: Reader, size: int, load_link: DeviceLink) -> None:

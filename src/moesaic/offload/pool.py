@@ -99,14 +99,14 @@ class ExpertPool:
         self._num_chosen += len(expert_ids)
         self._num_hits += len(expert_ids) - len(missing)
         self._make_room(self._sizes[layer], len(missing), {(layer, expert) for expert in expert_ids})
-        for expert in missing:
-            place = free.pop()
-            try:
-                self._reader.load(layer, expert, place)
-            except BaseException:  # also for Ctrl-C: the place would be lost otherwise
-                free.append(place)
-                raise
-            places[expert] = place
+        new_places = {(layer, expert): free.pop() for expert in missing}
+        try:
+            self._reader.load_all(new_places)
+        except BaseException:  # also for Ctrl-C: the places would be lost otherwise
+            free.extend(new_places.values())
+            raise
+        if missing:
+            places.update({expert: place for (_, expert), place in new_places.items()})
             self._weights.pop(layer, None)
         if layer not in self._weights:
             self._weights[layer] = weights_in(self._reader, self._layout, layer, places)

@@ -9,8 +9,9 @@ directly to its final place.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +25,9 @@ from moesaic.models.checkpoint import DTYPES as FILE_DTYPES
 from moesaic.models.conversion import conversion_of
 from moesaic.models.gguf.blocks import BLOCKS
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, WIDTHS, Headers, Place
-from moesaic.offload.arrangement import Arrangement, Span, merge_spans
+from moesaic.offload.arrangement import Arrangement, Run, Span, merge_spans
 from moesaic.offload.link import Link, MappedFile
-from moesaic.offload.reading import DirectFile
+from moesaic.offload.reading import PIECE, DirectFile, ParallelReads
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, **dict.fromkeys(PACKED_DTYPES, torch.uint8)}
 
@@ -193,6 +194,7 @@ class Files:
         self.bytes_read = 0
         """Bytes read so far, in whole blocks."""
         self._files = {file: _open(file, direct, link) for file in files}
+        self._parallel = ParallelReads() if link is None else None
 
     @property
     def direct(self) -> bool:
@@ -207,21 +209,36 @@ class Files:
         first: which of these bytes is the first of `memory`. Raises CheckpointError for a file that cannot be
         read or ends too early.
         """
-        target, total = memory.numpy().data, 0
-        for run, (begin, end) in (piece for span in spans for piece in arrangement.pieces(span)):
-            offset, required_bytes = (
-                run.offset + begin - run.memory_offset,
-                min(end, run.memory_offset + run.required_bytes) - begin,
-            )
-            try:
-                got = self._files[run.file].read(offset, target[begin - first : end - first])
-            except OSError as error:
-                raise CheckpointError(f"{run.file}: cannot be read ({error})") from error
-            if got < required_bytes:
-                raise CheckpointError(f"{run.file}: truncated: {got} of {required_bytes} bytes at {offset}")
-            total += got
+        return self.run(self.list_reads(arrangement, spans, memory, first))
+
+    def list_reads(
+        self, arrangement: Arrangement, spans: Iterable[Span], memory: torch.Tensor, first: int = 0
+    ) -> list[Callable[[], int]]:
+        """The reads that `read` makes with these arguments."""
+        target = memory.numpy().data
+        return [
+            partial(self._read_piece, run, begin, target[begin - first : end - first])
+            for span in spans
+            for run, whole in arrangement.pieces(span)
+            for begin, end in _cut(whole)
+        ]
+
+    def run(self, reads: Sequence[Callable[[], int]]) -> int:
+        """Makes reads of `list_reads`, several at once from a disk. Returns the number of bytes read."""
+        total = sum(read() for read in reads) if self._parallel is None else self._parallel.run(reads)
         self.bytes_read += total
         return total
+
+    def _read_piece(self, run: Run, begin: int, target: memoryview) -> int:
+        offset = run.offset + begin - run.memory_offset
+        required_bytes = min(begin + len(target), run.memory_offset + run.required_bytes) - begin
+        try:
+            got = self._files[run.file].read(offset, target)
+        except OSError as error:
+            raise CheckpointError(f"{run.file}: cannot be read ({error})") from error
+        if got < required_bytes:
+            raise CheckpointError(f"{run.file}: truncated: {got} of {required_bytes} bytes at {offset}")
+        return got
 
     def copy(self, place: Place, target: torch.Tensor) -> int:
         """Copies one tensor of a file that is in memory to `target`, [bytes] uint8. Returns its bytes."""
@@ -233,6 +250,8 @@ class Files:
 
     def close(self) -> None:
         """Closes the files. May be called more than once."""
+        if self._parallel is not None:
+            self._parallel.close()
         for file in self._files.values():
             file.close()
 
@@ -338,6 +357,13 @@ def _place(headers: Headers, name: str, *shape: int, kernel_dtype: str, converts
         allowed_types = f"a multiple of {width} (safetensors writes such files)"
         raise CheckpointError(f"{place.file}: tensor {name} at byte {place.offset}; allowed: {allowed_types}")
     return place
+
+
+def _cut(span: Span) -> Iterator[Span]:
+    """Pieces of a span, as a disk reads them at once."""
+    begin, end = span
+    for start in range(begin, end, PIECE):
+        yield start, min(start + PIECE, end)
 
 
 def _open(file: Path, direct: bool, link: Link | None) -> DirectFile | MappedFile:

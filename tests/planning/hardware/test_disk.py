@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moesaic.core.errors import ConfigError
+from moesaic.offload.reading import IN_FLIGHT
 from moesaic.planning.hardware import disk
 from moesaic.planning.hardware.disk import Disk, Read, Sizes
 from moesaic.planning.hardware.timing import Clock
@@ -50,7 +51,7 @@ def test_a_directory_gets_a_file_and_keeps_none(tmp_path: Path) -> None:
     assert found.file == f"a temporary file in {tmp_path}" and found.write is not None and found.write > 0
     assert [(one.is_repeated, one.block, one.readers) for one in found.reads] == [
         (False, 8 * PAGE, 1),
-        *((True, block, readers) for readers in (1, 2) for block in (PAGE, 8 * PAGE)),
+        *((True, block, readers) for readers in (1, IN_FLIGHT) for block in (PAGE, 8 * PAGE)),
     ]
     assert all(one.bandwidth > 0 for one in found.reads) and found.memory > 0
 
@@ -98,7 +99,9 @@ def test_repeated_reads_stay_in_what_was_read_first(tmp_path: Path, spy: Spy) ->
     assert 1 < first < 160 and max(again) < 4 * first
 
 
-def test_each_of_two_readers_takes_every_other_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_of_several_readers_takes_blocks_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[int, ...]] = []
 
     def read(
@@ -112,12 +115,16 @@ def test_each_of_two_readers_takes_every_other_block(tmp_path: Path, monkeypatch
     sizes = Sizes(least=PAGE, blocks=(2 * PAGE,))
     found = disk.measure(tmp_path / "shard", sizes, 1.0, ticking(1.0), lambda *_: None)
     assert asked[0] == (0, 64, 2, 1, False)
-    assert asked[1:] == [(0, 32, 2, 1, True), (0, 32, 2, 2, True), (2, 32, 2, 2, True)]
-    assert [one.bandwidth / PAGE for one in found.reads] == [32, 32, 32], "bytes of both, in the longer time"
+    assert asked[1:2] == [(0, 32, 2, 1, True)]
+    assert sorted(asked[2:]) == [(2 * reader, 32, 2, IN_FLIGHT, True) for reader in range(IN_FLIGHT)]
+    longest = 1.0 + (IN_FLIGHT - 1)
+    bandwidths = [32, 32, IN_FLIGHT * 32 / longest]
+    assert [one.bandwidth / PAGE for one in found.reads] == bandwidths, "bytes of all, in the longest time"
 
 
-def test_the_best_repeated_read_of_one_thread_counts() -> None:
-    reads = (Read(False, 8, 1, 9.0), Read(True, 4, 1, 3.0), Read(True, 8, 1, 2.0), Read(True, 8, 2, 7.0))
+def test_the_best_repeated_read_as_weights_are_read_counts() -> None:
+    several = (Read(True, 4, IN_FLIGHT, 3.0), Read(True, 8, IN_FLIGHT, 2.0))
+    reads = (Read(False, 8, 1, 9.0), Read(True, 8, 1, 7.0), *several)
     assert Disk("x", 1, True, reads, None).bandwidth == 3
 
 

@@ -18,7 +18,7 @@ from typing import IO
 
 from moesaic.core.errors import ConfigError
 from moesaic.offload.arena import Arena
-from moesaic.offload.reading import ALIGNMENT, DirectFile
+from moesaic.offload.reading import ALIGNMENT, IN_FLIGHT, DirectFile
 from moesaic.planning.hardware.timing import Clock, Show
 
 LANDING = 64 << 20
@@ -26,7 +26,7 @@ LANDING = 64 << 20
 
 It is memory of an arena, as for weights, since a disk fills huge pages faster than small ones.
 """
-READERS = (1, 2)
+READERS = (1, IN_FLIGHT)
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Disk:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of the best repeated read by one thread. Weights are read in this way."""
-        return max(read.bandwidth for read in self.reads if read.is_repeated and read.readers == 1)
+        """Bytes/s of the best repeated read by IN_FLIGHT threads. Weights are read in this way."""
+        return max(read.bandwidth for read in self.reads if read.is_repeated and read.readers == IN_FLIGHT)
 
 
 WEIGHTS = (".safetensors", ".gguf")
