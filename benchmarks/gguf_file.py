@@ -28,6 +28,9 @@ from rich.table import Table
 
 from moesaic.planning.hardware.roofline import ReadTest
 
+WAYS = ("repacked", "mapped")
+"""What llama.cpp does with quantised weights."""
+
 
 def start_engines(arguments: argparse.Namespace) -> dict[str, float]:
     """Seconds until the first token of each engine. They load one after another."""
@@ -37,8 +40,9 @@ def start_engines(arguments: argparse.Namespace) -> dict[str, float]:
     for kernels in arguments.kernels:
         settings = json.dumps({"max_model_len": length, "kernels": kernels} | json.loads(arguments.settings))
         commands.append((f"moesaic {kernels}", (sys.executable, "moesaic", file, threads, settings)))
-    if arguments.llama:
-        commands.append(("llama.cpp", (venv_python(arguments.llama), "llama", file, threads, "quantised")))
+    for way in arguments.llama_weights if arguments.llama else ():
+        name = "llama.cpp" if way == "repacked" else f"llama.cpp {way}"
+        commands.append((name, (venv_python(arguments.llama), "llama", file, threads, way)))
     ready = {}
     for name, command in commands:
         begin = time.monotonic()
@@ -53,6 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--llama", type=Path, metavar="VENV", help="from setup_peer.sh llama, or its python")
+    ways = "llama.cpp copies them into a faster order, or leaves them in the mapped file"
+    parser.add_argument("--llama-weights", nargs="+", choices=WAYS, default=["repacked"], help=ways)
     parser.add_argument("--kernels", nargs="+", default=["auto"], help="of moesaic")
     parser.add_argument("--settings", default="{}", help="of moesaic's LLM")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
@@ -131,7 +137,7 @@ def show(rows: list[dict[str, Any]], ready: dict[str, float]) -> None:
             (
                 one
                 for one in rows
-                if one["engine"] == "llama.cpp" and one["concurrency"] == row["concurrency"]
+                if one["engine"].startswith("llama.cpp") and one["concurrency"] == row["concurrency"]
             ),
             row,
         )

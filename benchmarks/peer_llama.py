@@ -54,11 +54,14 @@ class Batch:
 class Model:
     """A loaded file, and a context that fits the last order."""
 
-    def __init__(self, path: str, threads: int, wide: bool) -> None:
-        """wide: attention in float32 too. llama.cpp's usual one computes with f16 keys and values."""
+    def __init__(self, path: str, threads: int, wide: bool, repacks: bool) -> None:
+        """wide: attention in float32 too. llama.cpp's usual one computes with f16 keys and values. repacks:
+        copy quantised weights into an order that is faster; else they stay in the mapped file."""
         llama.llama_log_set(log, None)
         llama.llama_backend_init()
-        self.model = llama.llama_model_load_from_file(path.encode(), llama.llama_model_default_params())
+        params = llama.llama_model_default_params()
+        params.use_extra_bufts = repacks
+        self.model = llama.llama_model_load_from_file(path.encode(), params)
         if not self.model:
             raise SystemExit(f"llama.cpp could not load {path}")
         self.vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(self.model))
@@ -121,7 +124,8 @@ class Model:
 
 def main() -> None:
     answers = private_stdout()
-    model = Model(sys.argv[1], int(sys.argv[2]), wide=sys.argv[3] == "f32")
+    kind = sys.argv[3]
+    model = Model(sys.argv[1], int(sys.argv[2]), wide=kind == "f32", repacks=kind != "mapped")
 
     def obey(order: Order) -> Answer:
         return model.run(order["prompts"], order["new"])
