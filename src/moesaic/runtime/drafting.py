@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from moesaic.config import WorkerConfig
@@ -11,7 +10,7 @@ from moesaic.models.model import Model
 from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter, NoDrafter
 from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PricedPromptRows, PromptRows
 from moesaic.policy.scheduling.speculation import Speculation
-from moesaic.policy.scheduling.step_prices import StepPrices, work_by_rows
+from moesaic.policy.scheduling.step_prices import StepPrices, Work, work_by_rows
 from moesaic.runtime.model_loading import LoadedModel
 
 
@@ -59,7 +58,7 @@ def make_prompt_rows(config: WorkerConfig, model: Model, expert_bytes: int = 0) 
     return PricedPromptRows(aim, _work(model, expert_bytes), scheduler.max_num_batched_tokens)
 
 
-def _work(model: Model, expert_bytes: int) -> Callable[[int], float]:
+def _work(model: Model, expert_bytes: int) -> Work:
     """The work of a step by its rows, see `work_by_rows`."""
     other_bytes = replace(model, experts={}).num_bytes
     experts = model.num_bytes - other_bytes + expert_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,26 +26,42 @@ REFRESH = 64
 FloatArray = npt.NDArray[np.float64]
 
 
-def work_by_rows(
-    dense_bytes: float, expert_bytes: float, num_experts: int, top_k: int
-) -> Callable[[int], float]:
-    """A prior for the steps of a model: bytes that are read, and what is computed as so many bytes.
+@dataclass(frozen=True)
+class Work:
+    """What a step of a model does, as bytes that are read: a prior for its duration.
 
-    dense_bytes, expert_bytes: bytes of all other weights and of all routed experts. Every row passes the
-    former, and top_k of num_experts of each layer. Equally likely experts are assumed. Computing SHARED_ROWS
-    rows takes as long as reading their weights.
+    Every row passes the dense weights, and `share` of the routed experts of each layer. Experts are taken as
+    equally likely. Computing SHARED_ROWS rows takes as long as reading their weights.
+    """
+
+    dense_bytes: float
+    expert_bytes: float
+    share: float
+
+    def __call__(self, rows: int) -> float:
+        """The work of a step of so many rows."""
+        return self.reading(rows) + self.computing(rows)
+
+    def reading(self, rows: int) -> float:
+        """The bytes of the weights that so many rows touch."""
+        return self.dense_bytes + self.expert_bytes * (1.0 - (1.0 - self.share) ** rows)
+
+    def computing(self, rows: int) -> float:
+        """The products of so many rows, as bytes that take as long to read."""
+        return (self.dense_bytes + self.expert_bytes * self.share) * rows / SHARED_ROWS
+
+
+def work_by_rows(dense_bytes: float, expert_bytes: float, num_experts: int, top_k: int) -> Work:
+    """The work of steps of a model.
+
+    dense_bytes, expert_bytes: bytes of all other weights and of all routed experts, of which every row passes
+    top_k of num_experts of each layer.
 
     >>> work = work_by_rows(100, 800, 8, 2)
     >>> round(work(2) / work(1), 2)
     1.57
     """
-    share = top_k / num_experts if num_experts else 0.0
-
-    def work(rows: int) -> float:
-        touched = 1.0 - (1.0 - share) ** rows
-        return dense_bytes * (1 + rows / SHARED_ROWS) + expert_bytes * (touched + share * rows / SHARED_ROWS)
-
-    return work
+    return Work(dense_bytes, expert_bytes, top_k / num_experts if num_experts else 0.0)
 
 
 class StepPrices:
