@@ -332,6 +332,7 @@ void panel_rows(int64_t n, const float* const* rows, const IntegerPanel& panel, 
 }  // namespace MOESAIC_ISA
 
 #include "few_integers.h"
+#include "direct_integers.h"
 #if defined(MOESAIC_AMX_INT8)
 #include "integer_tiles.h"
 #else
@@ -397,6 +398,9 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
         using Blocks = typename IntegerBlocks<typename T::Exact>::Type;
         using As = Integer<typename Blocks::As>;
         auto blocks = reinterpret_cast<const Blocks*>(weights);
+        if constexpr (StoredIntegers<Blocks>::kIs) {
+            if (n <= FEW_STORED_ROWS) return multiply_stored(rows, n, blocks, ld, columns, k, out, stride, then);
+        }
         multiply_panels(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
     } else {
         multiply_panels(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
