@@ -131,7 +131,7 @@ def test_serve_names_kernels_that_round_where_they_would_act(monkeypatch: pytest
 
 def test_doctor_measures_kernels_that_round_beside_the_others() -> None:
     speeds = kernel_speeds.measure_kernels(threads=1)
-    for stored_type in kernel_speeds.HOW_ROUNDED:
+    for stored_type in kernel_speeds.ROW_TYPES:
         names = [speed.kernels for speed in speeds if speed.weights == stored_type]
         rounding_sets = table.list_rounding_sets([stored_type])
         assert names == ([table.instruction_sets()[0], *rounding_sets] if rounding_sets else [])

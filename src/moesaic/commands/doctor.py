@@ -194,14 +194,14 @@ def _table(title: str, rows: dict[str, str]) -> Table:
 
 def speeds_table(speeds: list[KernelSpeed]) -> Table:
     """A row for each of the kernels, and the ratio to those of `auto`."""
-    shown = Table(
+    speed_table = Table(
         title="Kernels: Gflops/s of experts, by rows of each",
         title_justify="left",
         title_style="bold",
         box=None,
     )
     for column in ("--kernels", "weights", "rounds rows to", "1 row", "64 rows"):
-        shown.add_column(column, justify="right" if column[0].isdigit() else "left")
+        speed_table.add_column(column, justify="right" if column[0].isdigit() else "left")
     first_speeds: dict[str, KernelSpeed] = {}
     for speed in speeds:
         first = first_speeds.setdefault(speed.weights, speed)
@@ -210,5 +210,5 @@ def speeds_table(speeds: list[KernelSpeed]) -> Table:
             f" ({speed.gflops[rows] / first.gflops[rows]:.2f}x)" * (speed is not first) for rows in ROWS
         ]
         figures = [f"{speed.gflops[rows]:.3g}{ratio}" for rows, ratio in zip(ROWS, ratios, strict=True)]
-        shown.add_row(name, speed.weights, speed.rounds_to or "nothing", *figures)
-    return shown
+        speed_table.add_row(name, speed.weights, speed.rounds_to or "nothing", *figures)
+    return speed_table

@@ -114,14 +114,14 @@ class ParallelReads:
         def read_remaining() -> int:
             return sum(read() for read in remaining)  # `next` of an iterator is atomic
 
-        others = [self._threads.submit(read_remaining) for _ in range(min(IN_FLIGHT, len(reads)) - 1)]
+        futures = [self._threads.submit(read_remaining) for _ in range(min(IN_FLIGHT, len(reads)) - 1)]
         try:
             total = read_remaining()
-        finally:  # after an error the others begin no further read
+        finally:  # after an error the other threads begin no further read
             for _ in remaining:
                 pass
-            wait(others)
-        return total + sum(other.result() for other in others)
+            wait(futures)
+        return total + sum(future.result() for future in futures)
 
     def close(self) -> None:
         """Ends the threads. May be called more than once."""

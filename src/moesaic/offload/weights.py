@@ -219,8 +219,8 @@ class Files:
         return [
             partial(self._read_piece, run, begin, target[begin - first : end - first])
             for span in spans
-            for run, whole in arrangement.pieces(span)
-            for begin, end in _cut(whole)
+            for run, run_span in arrangement.pieces(span)
+            for begin, end in _cut(run_span)
         ]
 
     def run(self, reads: Sequence[Callable[[], int]]) -> int:

@@ -16,7 +16,7 @@ ROWS = (1, 64)
 """Rows of each expert: about those of decoding for few requests, and those of a prompt."""
 GGUF_TYPE = "q4_k"
 """The type of most weights of the GGUF files that are loaded most."""
-HOW_ROUNDED = {"bfloat16": "bf16, as in vLLM and llama.cpp", GGUF_TYPE: "int8, as in llama.cpp"}
+ROW_TYPES = {"bfloat16": "bf16, as in vLLM and llama.cpp", GGUF_TYPE: "int8, as in llama.cpp"}
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ def measure_kernels(threads: int) -> list[KernelSpeed]:
     Leaves the kernels that `auto` takes. Empty if this CPU has none that round.
     """
     speeds = []
-    for stored_type, rounded in HOW_ROUNDED.items():
+    for stored_type, row_type in ROW_TYPES.items():
         if rounding_sets := table.list_rounding_sets([stored_type]):
             speeds += [_measure("auto", stored_type, "", threads)]
-            speeds += [_measure(name, stored_type, rounded, threads) for name in rounding_sets]
+            speeds += [_measure(name, stored_type, row_type, threads) for name in rounding_sets]
     table.pick("cpu")
     return speeds
 
 
-def _measure(name: str, stored_type: str, rounded: str, threads: int) -> KernelSpeed:
+def _measure(name: str, stored_type: str, row_type: str, threads: int) -> KernelSpeed:
     kernels = table.pick("cpu", name)
     kernels.set_threads(threads, False)
     is_bf16 = stored_type == "bfloat16"
@@ -55,4 +55,4 @@ def _measure(name: str, stored_type: str, rounded: str, threads: int) -> KernelS
     rates = products.measure_rates(kernels, dtypes, sizes, Stopwatch(SECONDS), lambda *_: None)
     by_rows = {rows: flops / 1e9 for rows, flops in products.flops_by_rows(rates, stored_type)}
     set_name = kernels.name.removeprefix("native (").removesuffix(")")
-    return KernelSpeed(set_name, stored_type, rounded, {rows: round(by_rows[rows], 1) for rows in ROWS})
+    return KernelSpeed(set_name, stored_type, row_type, {rows: round(by_rows[rows], 1) for rows in ROWS})
