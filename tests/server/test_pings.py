@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from moesaic.server import events
+from tests.text.parsers.answers import TOOLS
 
-from .conftest import Launch
+from .conftest import Launch, Live
 from .test_chat import ASK
 
 COMMENT, EVENT = ": ping\n\n", 'event: ping\ndata: {"type":"ping"}\n\n'
@@ -30,6 +31,22 @@ def test_a_silent_stream_sends_pings(
     text = launch(pace=0.2).post(path, **body, stream=True).text
     assert text.count(ping) > 2 and end in text.replace(ping, "")
     assert "ping" not in text.rpartition(end)[2]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_stream_sends_pings_while_the_arguments_of_a_call_are_read(
+    agent: Live, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """They are held until they are known to be JSON."""
+    monkeypatch.setattr(events, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(agent.worker, "pace", 0.01)
+    call = f'<tool_call>{{"name": "now", "arguments": {{"a": "{"b" * 60}"}}}}</tool_call>'
+    tool = {"name": "now", "input_schema": {}} if path == "/v1/messages" else TOOLS[1]
+    body = {"messages": [{"role": "user", "content": f"say:Yes{call}"}], "tools": [tool], "max_tokens": 200}
+    text = agent.post(path, **body, stream=True).text
+    silence = text.partition('"s"')[2].partition("now")[0]
+    ping = EVENT if path == "/v1/messages" else COMMENT
+    assert silence.count(ping) > 5 and "b" * 60 in text.partition("now")[2]
 
 
 def test_a_stream_that_is_not_silent_sends_none(launch: Launch) -> None:

@@ -52,7 +52,8 @@ class Answer:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._parser = reading.formats.parser(reading.tools, reading.in_reasoning)
+        is_forced = bool(reading.forced_names)
+        self._parser = reading.formats.parser(reading.tools, reading.in_reasoning, is_forced)
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[_Call] = []

@@ -44,6 +44,7 @@ class Answer:
 
 
 CITY = '{"city": "Bern \\"<tool_call>\\" {[", "days": 2}'
+BROKEN_CITY = '{"city": "Bern, "days": 2}'
 HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n</tool_call>'
 RAW_LINES = '{\n\t"city": "a\nb\t\\"c\\" \\\\",\n"days": 2}'
 ESCAPED_LINES = '{\n\t"city": "a\\nb\\t\\"c\\" \\\\",\n"days": 2}'
@@ -141,9 +142,6 @@ COMPLETE = {
     "hermes no end tag": Answer("hermes", '<tool_call>{"name": "f", "arguments": {}}', (("f", "{}"),)),
     "hermes a brace too few": Answer(
         "hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>', (("f", '{"a": 1}'),)
-    ),
-    "hermes broken arguments": Answer(
-        "hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>.', (("f", '{"a": 1'),), "."
     ),
     "qwen3_coder": Answer("qwen3_coder", XML, WEATHER),
     "qwen3_coder two": Answer("qwen3_xml", f"Now:\n{XML}\n{XML}", WEATHER * 2, "Now:"),
@@ -468,6 +466,111 @@ DAMAGED = {
         "minimax_m2",
         True,
     ),
+    "hermes brackets missing": Answer(
+        "hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>.', (("f", '{"a": 1}'),), "."
+    ),
+    "hermes ends without its brackets": Answer(
+        "hermes", '<tool_call>{"name": "f", "arguments": {"a": [{"b": 1', (("f", '{"a": [{"b": 1}]}'),)
+    ),
+    "hermes bracket too many": Answer(
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}\n}\n</tool_call>.',
+        (("f", '{"a": 1}'),),
+        ".",
+    ),
+    "hermes call open before the next": Answer(
+        "hermes",
+        f'<tool_call>{{"name": "f", "arguments": {{"a": 1\n{NOW}',
+        (("f", '{"a": 1}'), ("now", "{}")),
+    ),
+    "hermes two in one block": Answer(
+        "hermes",
+        HERMES.replace("\n</", '\n{"name": "now", "arguments": null}\n</') + ".",
+        (("get_weather", CITY), ("now", "{}")),
+        ".",
+    ),
+    "hermes a call and a broken one in one block": Answer(
+        "hermes",
+        NOW.replace("\n</", '\n{"name": "now", "arguments": 1}\n</') + NOW,
+        (("now", "{}"), ("now", "{}")),
+        '\n{"name": "now", "arguments": 1}\n</tool_call>',
+    ),
+    "hermes a broken call before a sound one": Answer(
+        "hermes",
+        f"{NOW.replace('{}', '{x}')}\n{NOW}",
+        (("now", "{}"),),
+        NOW.replace("{}", "{x}"),
+    ),
+    "hermes a quotation mark missing before a sound call": Answer(
+        "hermes",
+        f"{HERMES.replace(CITY, BROKEN_CITY)}\n{NOW}",
+        (("now", "{}"),),
+        HERMES.replace(CITY, BROKEN_CITY),
+    ),
+    "hermes as Python writes it": Answer(
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": True, "b": [None, False]}}</tool_call>',
+        (("f", '{"a": true, "b": [null, false]}'),),
+    ),
+    "hermes backslashes": Answer(
+        "hermes",
+        r'<tool_call>{"name": "f", "arguments": {"a": "\d\\.\"\u00e9 \users \$"}}</tool_call>',
+        (("f", r'{"a": "\\d\\.\"\u00e9 \\users \\$"}'),),
+    ),
+    "mistral ends without its brackets": Answer(
+        "mistral", '[TOOL_CALLS]f[ARGS]{"a": [1[TOOL_CALLS]now[ARGS]{', (("f", '{"a": [1]}'), ("now", "{}"))
+    ),
+    "mistral ends with brackets too many": Answer(
+        "mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}} [TOOL_CALLS]now[ARGS]{}]', (("f", '{"a": 1}'), ("now", "{}"))
+    ),
+    "mistral list ends without its brackets": Answer(
+        "mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1]', (("f", '{"a": 1}'),)
+    ),
+    "kimi_k2 brackets": Answer(
+        "kimi_k2",
+        "".join(KIMI.format(0, text) for text in ('{"a": [1}', '{"a": [1', '{"a": [1]}]}')).join(KIMIS),
+        (("get_weather", '{"a": [1]}'),) * 3,
+        ids=("functions.get_weather:0",) * 3,
+    ),
+    "kimi_k2 tokens in a text": Answer(
+        "kimi_k2",
+        KIMI.format(0, '{"a": "<|tool_call_end|>"}').join(KIMIS),
+        (("get_weather", '{"a": "<|tool_call_end|>"}'),),
+        ids=("functions.get_weather:0",),
+    ),
+    "kimi_k2 separator missing before the next": Answer(
+        "kimi_k2",
+        (KIMI.format(0, "{}").replace("<|tool_call_argument_begin|>", "") + KIMI.format(1, "{}")).join(KIMIS),
+        (("get_weather", "{}"),),
+        KIMI.format(0, "{}").replace("<|tool_call_argument_begin|>", "").join((KIMIS[0], "")),
+        ids=("functions.get_weather:1",),
+    ),
+    "deepseek_v3 brackets and fence": Answer(
+        "deepseek_v3",
+        (V3.format('{"a": 1}}') + "\n" + V3.format('{"a": 1').replace("\n```<", "<")).join(SECTION),
+        (("get_weather", '{"a": 1}'),) * 2,
+    ),
+    "harmony brackets": Answer(
+        "openai",
+        CALL.format('{"a": [1') + CALL.format('{"a": 1}}'),
+        (("get_weather", '{"a": [1]}'), ("get_weather", '{"a": 1}')),
+        **GPT,
+    ),
+    "harmony a broken call before a sound one": Answer(
+        "openai",
+        ANALYSIS + CALL.format("{'a': 1}") + CALL.format(BERN),
+        WEATHER,
+        CALL.format("{'a': 1}"),
+        "Think.",
+        **GPT,
+    ),
+    "harmony a broken call after a text": Answer(
+        "openai",
+        f"<|channel|>commentary<|message|>So.<|end|>{CALL.format('x')}",
+        (),
+        f"So.\n{CALL.format('x')}",
+        **GPT,
+    ),
     "kimi_k2 ends behind its arguments": Answer(
         "kimi_k2",
         (KIMI.format(0, BERN) + KIMI.format(1, "{}")).replace("<|tool_call_end|>", ""),
@@ -564,6 +667,28 @@ DAMAGED = {
 }
 """Answers with tags left out or garbled, or with calls inside of open reasoning."""
 
+BROKEN_ARGUMENTS = (
+    "{'a': 1}",
+    '{"a": 1 "b": 2}',
+    '{"a": "b, "c": 2}',
+    '{"a": [1}, "b": 2}',
+    '{"a": 1},"b": 2}',
+    '{"a": 1,}',
+    '{"a": 1, "b":}',
+    '{"a": 01}',
+    '{"a": 1.}',
+    '{"a": NaN}',
+    '{"a": truth}',
+    r'{"a": "it\'s"}',
+    "{a: 1}",
+    '{"a" 1}',
+    "[1]",
+    "1",
+    "true",
+    '"a"',
+    '"{\\"a\\": [1}"',
+)
+"""Arguments that are no JSON object, and whose meaning nobody knows."""
 NO_CALLS = {
     "hermes": (
         "<tool_call>",
@@ -578,6 +703,18 @@ NO_CALLS = {
         '<tool_call>{"name": "f',
         '<tool_call>{"name": "' + "f" * 5000 + '", "arguments": {}}</tool_call>',
         '<tool_call>{"na\\me": "f"}',
+        *(
+            f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+            for arguments in BROKEN_ARGUMENTS
+        ),
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "b": 2}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}, "b": 2}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1} x',
+        '<tool_call>{"name": "f", "argments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "a": 1}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 1}}</tool_call>',
+        '<tool_call>{"arguments": [], "name": "f"}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": "' + "b" * 5000 + "</tool_call>",
     ),
     "qwen3_coder": (
         "<tool_call>\n<function=f",
@@ -616,6 +753,11 @@ NO_CALLS = {
     "kimi_k2": (
         "<|tool_call_begin|>f",
         "<|tool_call_begin|>a b<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        *(
+            f"<|tool_call_begin|>f<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+            for arguments in BROKEN_ARGUMENTS
+        ),
+        '<|tool_call_begin|>f<|tool_call_argument_begin|>{"a": 1} So.',
     ),
     "mistral": (
         "[TOOL_CALLS]",
@@ -624,6 +766,11 @@ NO_CALLS = {
         "[TOOL_CALLS]f[X]{}",
         '[TOOL_CALLS] f [{"name": "g"}]',
         "[TOOL_CALLS]f\n{}",
+        *(f"[TOOL_CALLS]f[ARGS]{{{arguments}" for arguments in BROKEN_ARGUMENTS),
+        '[TOOL_CALLS]f[ARGS]{"a": 1},"b": 2}',
+        '[TOOL_CALLS]f[ARGS]{"a": 1}} So.',
+        '[TOOL_CALLS]f[ARGS]{"a": 1 So.',
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, "b": 2}]',
     ),
     "openai": (
         "Hello",
@@ -632,6 +779,10 @@ NO_CALLS = {
         "<|start|>assistant hello<|channel|>x",
         " to=x",
         "assistance",
+        *(
+            f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{arguments}<|call|>"
+            for arguments in BROKEN_ARGUMENTS
+        ),
     ),
 }
 """Texts that begin like a call and are none: every character is content."""

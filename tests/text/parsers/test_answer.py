@@ -140,15 +140,63 @@ def test_a_call_that_is_cut_off_has_no_valid_arguments(name: str) -> None:
                     json.loads(written)
 
 
-def test_arguments_arrive_while_they_are_written() -> None:
-    for name in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "minimax_m3", "kimi_k2", "harmony"):
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_arguments_arrive_while_they_are_written(is_forced: bool) -> None:
+    """Those of JSON only in a forced call, since JSON can be damaged later."""
+    tagged = ("qwen3_coder", "glm45", "minimax_m2", "minimax_m3")
+    for name in (*tagged, "hermes", "mistral", "mistral new", "kimi_k2", "deepseek_v3", "harmony"):
         answer = COMPLETE[name]
-        parser = Formats(answer.parser).parser(TOOLS, False)
+        parser = Formats(answer.parser).parser(TOOLS, False, is_forced)
         assert parser is not None
         place = answer.text.index("Bern") + 3
         found = parser.push(answer.text[:place])
-        assert CallStart in map(type, found), name
-        assert text_of(found, Arguments).endswith("Ber"), name
+        assert (CallStart in map(type, found)) == (is_forced or name in tagged), name
+        assert text_of(found, Arguments).endswith("Ber") == (is_forced or name in tagged), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "begun"),
+    [
+        ('{"a": [1, "b\\u00', None),
+        ('{"a": 1, "b": -', None),
+        ('{"a": fal', None),
+        ('"{\\"a', None),
+        ("", None),
+        ('{"a": 1', None),
+        ("nul", None),
+        ('{"a": x', ""),
+        ("{'", ""),
+        ('{"a": 1}}, "b"', ""),
+        ("1", ""),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "mistral", "kimi_k2", "openai"])
+def test_the_beginning_of_a_call_that_is_cut_is_a_call(name: str, arguments: str, begun: str | None) -> None:
+    """As far as it is sound. begun: None for the arguments themselves, else the call is content."""
+    head = {
+        "hermes": '<tool_call>{"name": "f", "arguments": ',
+        "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": ',
+        "kimi_k2": "<|tool_call_begin|>f<|tool_call_argument_begin|>",
+        "openai": "<|channel|>commentary to=functions.f<|message|>",
+    }[name]
+    text = head + arguments
+    found = events(Answer(name, text), *text, is_cut=True)
+    if begun is None:
+        assert [event for event in found if not isinstance(event, Arguments)] == [
+            CallStart(0, "f", found[0].id)
+        ]
+        assert text_of(found, Arguments) == arguments
+    else:
+        assert found == [Content(text)]
+
+
+def test_long_arguments_come_in_pieces() -> None:
+    parser = Formats("hermes").parser(TOOLS, False)
+    assert parser is not None
+    text = '{"city": "' + "a" * 100_000 + '"}'
+    found = parser.push(f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>')
+    assert text_of(found, Arguments) == text
+    assert max(len(event.text) for event in found if isinstance(event, Arguments)) <= 2**16
 
 
 def test_content_is_not_held_back() -> None:
@@ -172,6 +220,11 @@ def test_the_reasoning_is_marked() -> None:
     ("name", "unit"),
     [
         ("hermes", '<tool_call>{"a": "'),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":"'),
+        ("hermes", '<tool_call>{"name":"f","arguments":{}}{"name":"f","arguments":"'),
+        ("mistral", '[TOOL_CALLS][{"name":"f","arguments":{}},{"'),
+        ("kimi_k2", '<|tool_call_begin|>f<|tool_call_argument_begin|>{"'),
+        ("openai", '<|channel|>commentary to=functions.f<|message|>{"a": "<|start|>'),
         ("qwen3_coder", "<tool_call>\n<function=f>\n"),
         ("qwen3_coder", "<function=f><parameter=a>\n</parameter>"),
         ("glm45", "<tool_call>f<arg_key>"),

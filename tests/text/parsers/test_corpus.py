@@ -69,6 +69,9 @@ def test_an_answer_that_is_cut_anywhere_claims_no_more_than_it_has(syntax: str) 
                 size = min(len(found.strip()), len(wanted_text))
                 # The beginning of a tag may be text.
                 assert found.strip()[:size] == wanted_text[:size] or found.strip() in text
+            if not answer["calls"]:  # before its damage a call may have begun
+                assert not any(is_complete for *_, is_complete in calls), (answer["name"], place)
+                continue
             assert [name for name, *_ in calls] == [name for name, _ in answer["calls"][: len(calls)]]
             for (_, arguments, is_complete), (_, wanted) in zip(calls, answer["calls"], strict=False):
                 assert not is_complete or json.loads(arguments) == wanted, (answer["name"], place)

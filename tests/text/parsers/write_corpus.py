@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .writers import WRITERS, Call, Damage
+from .writers import BREAKS, WRITERS, Call, Damage
 
 FOLDER = Path(__file__).with_name("corpus")
 WEATHER: Call = ("get_weather", {"city": "Bern", "days": 2})
@@ -44,6 +44,10 @@ DAMAGES: dict[str, Damage] = {
     "value and call open": frozenset({"last value open", "call open"}),
     "call and block open": frozenset({"call open", "block open"}),
     "everything open": frozenset({"value open", "last value open", "call open", "block open"}),
+    "bracket missing": frozenset({"bracket missing"}),
+    "bracket too many": frozenset({"bracket too many"}),
+    "bracket missing, everything open": frozenset({"bracket missing", "call open", "block open"}),
+    "bracket too many, everything open": frozenset({"bracket too many", "call open", "block open"}),
 }
 THINKING = {
     "mistral": ("[THINK]", "[/THINK]"),
@@ -82,6 +86,10 @@ def _list_answers(syntax: str) -> Iterator[dict[str, Any]]:
             yield _answer(
                 syntax, f"{calls_name}, {name}", write(CALLS[calls_name], damage), CALLS[calls_name]
             )
+    for name in BREAKS:
+        text = write([WEATHER], frozenset({name}))
+        if text != write([WEATHER], frozenset()):
+            yield _answer(syntax, f"one, {name}", text, [], content=text.strip())
     for name in ("one", "two", "no arguments"):
         if syntax != "openai":
             text = f"Let me see.\n{write(CALLS[name], frozenset())}"

@@ -27,11 +27,28 @@ TOOLS = tuple(
     }
     for name in ("get_weather", "now")
 )
-DAMAGES = ("value open", "last value open", "call open", "block open")
+DAMAGES = ("value open", "last value open", "call open", "block open", "bracket missing", "bracket too many")
+BREAKS: dict[str, tuple[str, str, int]] = {
+    "quote missing": ('", ', ", ", 1),
+    "comma missing": (", ", " ", 1),
+    "other quotes": ('"', "'", -1),
+    "brace too early": (", ", "}, ", 1),
+    "garbage": (": ", ": x", 1),
+}
+"""Damage of JSON whose meaning nobody knows -> what is replaced, by what, and how often at most."""
 
 
 def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def write_arguments(arguments: dict[str, Any], damage: Damage) -> str:
+    """JSON, damaged if it is to be."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    for name in damage.intersection(BREAKS):
+        text = text.replace(*BREAKS[name])
+    text = text[:-1] if "bracket missing" in damage else text
+    return text + "}" if "bracket too many" in damage else text
 
 
 def write_tagged(tags: dict[str, str], line: str, edge: str = "") -> Callable[[list[Call], Damage], str]:
@@ -56,7 +73,7 @@ def write_hermes(calls: list[Call], damage: Damage) -> str:
     text = ""
     for name, arguments in calls:
         brace = "" if "call open" in damage and "block open" not in damage else "}"
-        inner = json.dumps(arguments, ensure_ascii=False)
+        inner = write_arguments(arguments, damage)
         end = "" if "block open" in damage else "\n</tool_call>"
         text += f'<tool_call>\n{{"name": "{name}", "arguments": {inner}{brace}{end}\n'
     return text
@@ -67,14 +84,9 @@ def write_tokens(
 ) -> Callable[[list[Call], Damage], str]:
     def write(calls: list[Call], damage: Damage) -> str:
         open_end = end.partition("<")[0] if "call open" in damage else end
-        # At the end of the text nobody could tell the end of a block of code.
-        last_end = end if "block open" in damage and "`" in end else open_end
         inner = "".join(
-            begin
-            + head.format(name=name)
-            + json.dumps(arguments, ensure_ascii=False)
-            + (last_end if number == len(calls) else open_end)
-            for number, (name, arguments) in enumerate(calls, start=1)
+            begin + head.format(name=name) + write_arguments(arguments, damage) + open_end
+            for name, arguments in calls
         )
         return section[0] + inner + ("" if "block open" in damage else section[1])
 
@@ -83,17 +95,23 @@ def write_tokens(
 
 def write_mistral(calls: list[Call], damage: Damage) -> str:
     if "call open" in damage:
-        inner = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        text = json.dumps(inner, ensure_ascii=False)
-        return f"[TOOL_CALLS] {text[1:-1] if 'block open' in damage else text}"
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+        last = len(calls) - 1  # a bracket inside of a list is not at the end of its call
+        text = ", ".join(
+            f'{{"name": "{name}", "arguments": '
+            f"{write_arguments(arguments, damage if number == last else frozenset())}}}"
+            for number, (name, arguments) in enumerate(calls)
+        )
+        return f"[TOOL_CALLS] {text if 'block open' in damage else f'[{text}]'}"
+    return "".join(
+        f"[TOOL_CALLS]{name}[ARGS]{write_arguments(arguments, damage)}" for name, arguments in calls
+    )
 
 
 def write_harmony(calls: list[Call], damage: Damage) -> str:
     prefix = "" if "call open" in damage else "functions."
     return "".join(
-        f"<|channel|>commentary to={prefix}{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
-        "<|start|>assistant"
+        f"<|channel|>commentary to={prefix}{name} <|constrain|>json<|message|>"
+        f"{write_arguments(arguments, damage)}<|call|><|start|>assistant"
         for name, arguments in calls
     ).removesuffix("<|start|>assistant")
 

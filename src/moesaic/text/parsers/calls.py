@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.text.parsers.events import Arguments, CallEnd, CallStart, Content, Event, MalformedText, Steps
-from moesaic.text.parsers.reader import BLANK, Reader, TrimmedText
+from moesaic.text.parsers.json_text import convert_arguments, read_arguments, skip_closings
+from moesaic.text.parsers.reader import (
+    Reader,
+    TrimmedText,
+    is_at_end,
+    read_if_next,
+    read_one_of,
+    skip_blank,
+)
 from moesaic.text.parsers.values import Tools
+
+ReadEnd = Callable[[Reader, str], Steps[str]]
+"""Reads the end of a call and returns it. It gets the closing brackets that its arguments lacked. Raises
+MalformedText if something else stands there."""
+_LONGEST_PIECE = 8192
+"""Maximum number of characters of arguments in one event, since clients limit the length of a line."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,9 @@ class Span:
 class CallParser(ABC):
     """Parses the calls of one answer. tools: those of the request, whose schemas say what values are.
 
-    Before a call has begun, text that does not fit its syntax is content. After that it is a part of the
-    arguments, or content if they are complete. So every character is in an event or belongs to the syntax.
+    Text that does not fit its syntax is content, or a part of an argument that the model writes as text. So
+    every character is in an event or belongs to the syntax, and arguments are a JSON object.
+    is_forced: a grammar makes the answer call, so that its calls are sound.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -44,8 +57,9 @@ class CallParser(ABC):
     thinking: bool = False
     """The answer is inside of its reasoning, if this syntax tells that."""
 
-    def __init__(self, tools: Tools = ()) -> None:
+    def __init__(self, tools: Tools = (), is_forced: bool = False) -> None:
         self._tools = tools
+        self._is_forced = is_forced
         self._index = 0
         self._content = TrimmedText(Content)
 
@@ -59,8 +73,8 @@ class CallParser(ABC):
         return False
 
     def _begin(self, name: str, given_id: str | None = None) -> CallStart:
-        """The event of the next call. Raises Malformed without a name."""
-        if not name.strip():
+        """The event of the next call. Raises Malformed without a name, and for a text with a mark."""
+        if not name.strip() or "<" in name:
             raise MalformedText
         return CallStart(self._index, name.strip(), given_id)
 
@@ -73,67 +87,66 @@ class CallParser(ABC):
         self._index += 1
         yield call
 
-    def _raw(
-        self, reader: Reader, call: CallStart, ends: tuple[str, ...], text_end: bool = False
+    def _json_call(
+        self, reader: Reader, call: CallStart, read_end: ReadEnd, early_arguments: str | None = None
     ) -> Steps[str]:
-        """Pass on JSON up to one of `ends`, which is returned, without white space around it.
+        """Read a call's arguments and its end, which is returned, and yield all of its events.
 
-        text_end: the end of the text is an end too, where the model ended it. Without any JSON the
-        arguments are an empty object.
+        The call is announced when all of it is read. A forced call is announced at once, and its arguments
+        are passed on while they arrive. Raises MalformedText, and nothing is read, if it is no call after
+        all. early_arguments: those that are read already.
         """
-        strings = JsonStrings()
-        trimmed_text = TrimmedText(lambda text: Arguments(call.index, strings.escape(text)), BLANK)
-        has_text = False
+        pieces, end, is_complete = list[str](), "", True
 
         def pass_on(text: str) -> list[Event]:
-            nonlocal has_text
-            events = trimmed_text(text)
-            has_text = has_text or bool(events)
-            return events
+            pieces.append(text)
+            return [Arguments(call.index, text)] if self._is_forced and text else []
 
-        mark = yield from reader.read_until(ends, pass_on)
-        if not mark and (reader.is_cut or not text_end):
-            yield from trimmed_text.flush()
-            return mark
-        if not has_text:
+        if self._is_forced:
+            yield from self._announce(call)
+        reader.attempt(any_size=True)
+        try:
+            closings = ""
+            if early_arguments is None:
+                closings = yield from read_arguments(reader, pass_on)
+            else:
+                yield from pass_on((yield from convert_arguments(early_arguments)))
+            end = yield from read_end(reader, closings)
+        except MalformedText:
+            if not reader.is_at_cut:
+                reader.fail()
+                raise
+            is_complete = False
+        reader.succeed()
+        text = "".join(pieces)
+        if not self._is_forced:
+            yield from self._announce(call)
+            for begin in range(0, len(text), _LONGEST_PIECE):
+                yield Arguments(call.index, text[begin : begin + _LONGEST_PIECE])
+        if is_complete and not text:
             yield Arguments(call.index, "{}")
-        yield CallEnd(call.index)
-        return mark
+        if is_complete:
+            yield CallEnd(call.index)
+        return end
 
 
-_PARTS_OF_STRINGS = re.compile(r'\\[^\x00-\x1f]|\\\Z|["\x00-\x1f]')
+def read_end_of_call(reader: Reader, ends: tuple[str, ...], may_be_missing: bool = False) -> Steps[str]:
+    """Read one of `ends`, with white space and closing brackets that are too many before it, and return it.
 
-
-class JsonStrings:
-    """Escapes line ends, tabs and other control characters in the strings of JSON that arrives in pieces.
-
-    Models write them as they are, and JSON forbids that. A text that is no object or list stays as it is.
+    Empty at the end of a text that the model ended, or, with may_be_missing, before another text, which is
+    not read. Raises MalformedText where something else stands.
     """
-
-    def __init__(self) -> None:
-        self._is_json: bool | None = None
-        self._in_string = False
-        self._after_backslash = False
-
-    def escape(self, piece: str) -> str:
-        """The next piece as JSON allows it."""
-        if self._is_json is None and piece.strip():
-            self._is_json = piece.lstrip()[0] in "{["
-        if not self._is_json or not piece:
-            return piece
-        escaped_character = piece[0] if self._after_backslash and piece[0] >= " " else ""
-        self._after_backslash = False
-        return escaped_character + _PARTS_OF_STRINGS.sub(self._replace, piece.removeprefix(escaped_character))
-
-    def _replace(self, match: re.Match[str]) -> str:
-        part = match[0]
-        if part == '"':
-            self._in_string = not self._in_string
-        elif part == "\\":
-            self._after_backslash = True
-        elif part < " " and self._in_string:
-            return json.dumps(part)[1:-1]
-        return part
+    surplus = yield from skip_closings(reader)
+    blank = yield from skip_blank(reader)
+    if (yield from is_at_end(reader)):
+        return ""
+    if surplus or not may_be_missing:
+        return (yield from read_one_of(reader, *ends))
+    end = yield from read_if_next(reader, *ends, ",")
+    if end == "," or reader.is_at_cut:
+        raise MalformedText
+    reader.unread("" if end else blank)
+    return end
 
 
 class MarkedCalls(CallParser):
@@ -157,15 +170,24 @@ class MarkedCalls(CallParser):
 
     def _read_marked_call(self, reader: Reader, mark: str) -> Steps[None]:
         """Read what follows `mark`."""
+        if not (yield from self._try_call(reader, self._head(reader, mark))):
+            yield from self._content(mark)
+
+    def _try_call(self, reader: Reader, head: Steps[CallStart]) -> Steps[bool]:
+        """Read a call, which begins with `head`. False: it is none, and nothing is read."""
         reader.attempt()
         try:
-            call = yield from self._head(reader, mark)
+            call = yield from head
         except MalformedText:
             reader.fail()
-            yield from self._content(mark)
-            return
-        reader.succeed()
-        yield from self._call(reader, call)
+            return False
+        head_text = reader.succeed()
+        try:
+            yield from self._call(reader, call)
+        except MalformedText:
+            reader.unread(head_text)
+            return False
+        return True
 
     @abstractmethod
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
@@ -173,4 +195,5 @@ class MarkedCalls(CallParser):
 
     @abstractmethod
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
-        """Read a call's arguments and its end, and yield all of its events."""
+        """Read a call's arguments and its end, and yield all of its events. Raises Malformed, and nothing is
+        read, if it is no call."""

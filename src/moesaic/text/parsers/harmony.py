@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moesaic.text.parsers.calls import CallParser, Span
+from moesaic.text.parsers.calls import CallParser, Span, read_end_of_call
 from moesaic.text.parsers.events import Content, Event, MalformedText, Reasoning, Steps
 from moesaic.text.parsers.reader import (
     BLANK,
@@ -50,8 +50,8 @@ class Harmony(CallParser):
     marks: ClassVar = (*_ENDS, _MESSAGE)
     other_marks: ClassVar = (_CONSTRAIN,)
 
-    def __init__(self, tools: Tools | None = (), reasoning: bool = True) -> None:
-        super().__init__(tools or ())
+    def __init__(self, tools: Tools | None = (), is_forced: bool = False, reasoning: bool = True) -> None:
+        super().__init__(tools or (), is_forced)
         self._calls = tools is not None
         self._names = frozenset(str(tool["function"]["name"]) for tool in tools or ())
         self._splits = reasoning
@@ -69,9 +69,9 @@ class Harmony(CallParser):
                 reader.fail()
                 yield from self._content(mark) if mark else []
             else:
-                reader.succeed()
+                head = mark + reader.succeed()
                 self._content.drop()
-                mark = "" if header is None else (yield from self._body(reader, header))
+                mark = "" if header is None else (yield from self._body(reader, header, head))
                 if mark in (_START, _CHANNEL):
                     continue
             mark = yield from reader.read_until(self.marks, self._content)
@@ -80,14 +80,18 @@ class Harmony(CallParser):
                 return
             mark = "" if mark in _CLOSINGS else mark  # it ends no message, and is no text of one
 
-    def _body(self, reader: Reader, header: _Header) -> Steps[str]:
-        """Read a message up to its end, which is returned."""
-        name = header.recipient.removeprefix("functions.")
+    def _body(self, reader: Reader, header: _Header, head: str) -> Steps[str]:
+        """Read a message up to its end, which is returned. head: its header as the model wrote it.
+
+        A call that is damaged is content with its head and its end.
+        """
+        name, lead = header.recipient.removeprefix("functions."), ""
         if self._calls and name and (name != header.recipient or name in self._names):
-            call = self._begin(name)
-            yield from self._announce(call)
-            return (yield from self._raw(reader, call, _ENDS, text_end=True))
-        self.thinking = header.channel == "analysis"
+            try:
+                return (yield from self._json_call(reader, self._begin(name), _read_end))
+            except MalformedText:
+                lead = head
+        self.thinking = header.channel == "analysis" and not lead
         kind = Reasoning if self.thinking and self._splits else Content
         trimmed_text, first = TrimmedText(kind), self._texts.get(kind, 0) > 0
 
@@ -97,11 +101,19 @@ class Harmony(CallParser):
             break_, first = "\n" if first else "", False
             return trimmed_text(break_ + text)
 
+        if lead:
+            yield from pass_on(lead)
         mark = yield from reader.read_until(_ENDS, pass_on)
+        if lead and mark in _CLOSINGS:
+            yield from trimmed_text(mark)
         yield from trimmed_text.flush()
         self._texts[kind] = self._texts.get(kind, 0) + 1
         self.thinking = False
         return mark
+
+
+def _read_end(reader: Reader, closings: str) -> Steps[str]:
+    return (yield from read_end_of_call(reader, _ENDS))
 
 
 def _read_header(reader: Reader, mark: str) -> Steps[_Header | None]:

@@ -28,8 +28,11 @@ class Reader:
         self._has_ended = False
         self.is_cut = False
         """The text has ended, and not because the model ended it."""
+        self._met_end = False
+        """The last read found no more text."""
         self._attempt_pieces: list[str] | None = None
         self._attempt_size = 0
+        self._max_attempt: int | None = None
 
     def add(self, text: str) -> None:
         """Append `text`, which has arrived."""
@@ -40,46 +43,52 @@ class Reader:
         """No more text follows. is_cut: the model did not end it."""
         self._has_ended, self.is_cut = True, is_cut
 
-    def read_available(self) -> Steps[str]:
-        """All text that has arrived, at least one character. Empty at the end."""
-        while self._position == len(self._text):
-            if self._has_ended:
-                return ""
-            yield None
-        return self._take(self._text[self._position :])
+    @property
+    def is_at_cut(self) -> bool:
+        """The last read found that the text was cut there."""
+        return self._met_end and self.is_cut
 
     def character(self) -> Steps[str]:
         """The next character. Empty at the end."""
         while self._position == len(self._text):
             if self._has_ended:
+                self._met_end = True
                 return ""
             yield None
         return self._take(self._text[self._position])
 
     def unread(self, text: str) -> None:
         """Read `text` again, which was read last."""
-        if self._attempt_pieces is not None and text:
-            remaining = "".join(self._attempt_pieces)[: self._attempt_size - len(text)]
-            self._attempt_pieces, self._attempt_size = [remaining], len(remaining)
+        self._met_end = self._met_end and not text
+        if self._attempt_pieces is not None:
+            self._attempt_size -= len(text)
+            size = len(text)
+            while size:
+                last_piece = self._attempt_pieces.pop()
+                if len(last_piece) > size:
+                    self._attempt_pieces.append(last_piece[:-size])
+                size -= min(size, len(last_piece))
         if len(text) <= self._position:
             self._position -= len(text)
         else:
             self._text = text + self._text[self._position :]
             self._position = 0
 
-    def attempt(self) -> None:
-        """Remember what is read from now on. More than MOST characters of it are malformed."""
+    def attempt(self, any_size: bool = False) -> None:
+        """Remember what is read from now on. More than MAX_ATTEMPT characters of it are malformed, unless it
+        may have any size."""
         self._attempt_pieces, self._attempt_size = [], 0
+        self._max_attempt = None if any_size else MAX_ATTEMPT
 
-    def succeed(self) -> None:
-        """What was attempted is read for good."""
+    def succeed(self) -> str:
+        """What was attempted is read for good. Returns it."""
+        attempted_text = "".join(self._attempt_pieces or ())
         self._attempt_pieces, self._attempt_size = None, 0
+        return attempted_text
 
     def fail(self) -> None:
         """Read again what was attempted."""
-        attempted_text = "".join(self._attempt_pieces or ())
-        self.succeed()
-        self.unread(attempted_text)
+        self.unread(self.succeed())
 
     def read_until(self, marks: tuple[str, ...], pass_on: Callable[[str], list[Event]]) -> Steps[str]:
         """Give the text before one of `marks` to `pass_on`, in pieces. Returns the mark; empty at the end.
@@ -99,6 +108,7 @@ class Reader:
             if match is not None:
                 return self._take(match[0])
             if self._has_ended:
+                self._met_end = True
                 return ""
             yield None
 
@@ -114,7 +124,7 @@ class Reader:
         if self._attempt_pieces is not None:
             self._attempt_pieces.append(text)
             self._attempt_size += len(text)
-            if self._attempt_size > MAX_ATTEMPT:
+            if self._max_attempt is not None and self._attempt_size > self._max_attempt:
                 raise MalformedText
         return text
 

@@ -134,12 +134,13 @@ class Formats:
         """Ids of calls have nine letters and digits. Mistral's templates demand that."""
         return self.calls == "mistral"
 
-    def parser(self, tools: Tools | None, in_reasoning: bool) -> AnswerParser | None:
+    def parser(self, tools: Tools | None, in_reasoning: bool, is_forced: bool = False) -> AnswerParser | None:
         """A parser for one answer. None if the answer is content as it is.
 
-        tools: None leaves calls in the content. in_reasoning: the prompt has opened the reasoning.
+        tools: None leaves calls in the content. in_reasoning: the prompt has opened the reasoning. is_forced:
+        a grammar makes the answer call.
         """
-        calls = self._calls(tools)
+        calls = self._calls(tools, is_forced)
         if calls is None and self.tags is None:
             return None
         return AnswerParser(calls, self.tags, in_reasoning)
@@ -169,11 +170,11 @@ class Formats:
         channels = self.reasoning == "openai_gptoss"
         return after_reasoning(self.tags, in_reasoning=in_reasoning, channels=channels, special=special)
 
-    def _calls(self, tools: Tools | None) -> CallParser | None:
+    def _calls(self, tools: Tools | None, is_forced: bool = False) -> CallParser | None:
         in_channels = self.reasoning == "openai_gptoss"
         if in_channels or self.calls == "openai":
-            return Harmony(tools if self.calls == "openai" else None, in_channels)
-        return None if tools is None or self.calls is None else CALLS[self.calls](tools)
+            return Harmony(tools if self.calls == "openai" else None, is_forced, in_channels)
+        return None if tools is None or self.calls is None else CALLS[self.calls](tools, is_forced)
 
 
 def detect_formats(template: str | None, calls: str = AUTO, reasoning: str = AUTO) -> Formats:

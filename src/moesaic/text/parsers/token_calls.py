@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from moesaic.text.parsers.calls import MarkedCalls
+from moesaic.text.parsers.calls import MarkedCalls, read_end_of_call
 from moesaic.text.parsers.events import CallStart, MalformedText, Steps
-from moesaic.text.parsers.reader import Reader, read_up_to
+from moesaic.text.parsers.json_text import skip_closings
+from moesaic.text.parsers.reader import Reader, read_if_next, read_up_to, skip_blank
 
 
 class TokenCalls(MarkedCalls):
@@ -17,8 +18,6 @@ class TokenCalls(MarkedCalls):
     misspelled_section: ClassVar[tuple[str, ...]] = ()
     """The same two tokens as a model sometimes writes them, in letters."""
     call: ClassVar[tuple[str, str, str]]
-    closing: ClassVar[tuple[str, ...]] = ()
-    """What may stand between the arguments and the end of a call."""
 
     def __init_subclass__(cls) -> None:
         cls.marks = (*cls.section, *cls.misspelled_section, cls.call[0])
@@ -45,13 +44,15 @@ class TokenCalls(MarkedCalls):
         return self._begin(head)
 
     def _call(self, reader: Reader, call: CallStart) -> Steps[None]:
-        yield from self._announce(call)
+        yield from self._json_call(reader, call, self._read_end)
+
+    def _read_end(self, reader: Reader, closings: str) -> Steps[str]:
+        """Read the end of a call, which a model may leave out."""
         begin, _, end = self.call
-        tokens = (end, begin, *self.section, *self.misspelled_section)  # a model may leave the end out
-        ends = tuple(closing + token for token in tokens for closing in (*self.closing, ""))
-        mark = yield from self._raw(reader, call, ends, text_end=not self.closing)
-        if not mark.endswith(end):
-            reader.unread(next((token for token in tokens if mark.endswith(token)), ""))
+        tokens = (end, begin, *self.section, *self.misspelled_section)
+        token = yield from read_end_of_call(reader, tokens)
+        reader.unread("" if token == end else token)
+        return token
 
 
 class DeepSeekV31(TokenCalls):
@@ -64,13 +65,17 @@ class DeepSeekV31(TokenCalls):
 class DeepSeekV3(DeepSeekV31):
     """The head is `function`. The name and a block of code with JSON follow the separator."""
 
-    closing: ClassVar = ("\n```\n", "\n```", "```")
-
     def _head(self, reader: Reader, mark: str) -> Steps[CallStart]:
         if (yield from read_up_to(reader, self.call[1])).strip() != "function":
             raise MalformedText
         name = yield from read_up_to(reader, "```json", forbidden="<")
         return self._begin(name)
+
+    def _read_end(self, reader: Reader, closings: str) -> Steps[str]:
+        yield from skip_closings(reader)
+        yield from skip_blank(reader)
+        yield from read_if_next(reader, "```")
+        return (yield from super()._read_end(reader, closings))
 
 
 class KimiK2(TokenCalls):
