@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES
+from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES, QUANTIZATIONS
 from moesaic.kernels.quantized_layout import TABLES, Bytes, Floats
 
 IQ4 = np.array(
@@ -49,6 +49,28 @@ def decode_conversion(dtype: str, stored_rows: Bytes) -> Parts:
     )
     # A scale has so few bits that the product is exact.
     return codes + zeros.repeat(block.group, axis=1), scales, -(scales * zeros)
+
+
+def decode_as(kind: str, dtype: str, stored_rows: Bytes) -> Parts:
+    """Returns what `decode_conversion` does, with codes, scales and offsets of another type of QUANTIZATIONS.
+
+    kind: what `core.weight_types.choose_common_type` returns for `dtype` and others. Each product with a
+    scale is exact, since scales of blocks have few bits.
+    """
+    codes, scales, offsets = decode_conversion(dtype, stored_rows)
+    source, target = QUANTIZATIONS[BLOCK_TYPES[dtype].conversion], QUANTIZATIONS[kind]
+    repeats = BLOCK_TYPES[dtype].group // target.group
+    scales = scales.repeat(repeats, axis=1)
+    if offsets is not None:
+        return codes, scales, offsets.repeat(repeats, axis=1)
+    if source == target:
+        return codes, scales, None
+    factor = 2 if source.values == "e2m1" else 1  # whose numbers are halves
+    values, scales = (TABLES[source.values] * factor)[codes].astype(np.int16), scales / np.float32(factor)
+    if not target.offset:
+        return values.astype(np.int8).view(np.uint8), scales, None
+    least = values.min(initial=0)
+    return (values - least).astype(np.uint8), scales, scales * np.float32(least)
 
 
 def _half(blocks: Bytes, offset: int) -> Floats:
@@ -197,7 +219,7 @@ def _read_int8(blocks: Bytes) -> Parts:
 
 
 def pack_groups(dtype: str, packed_codes: Bytes, scales: Floats, zeros: Bytes | int = 0) -> Bytes:
-    """The rows of a type "int4_g..." or "int8_g...", [rows, row_bytes].
+    """The rows of a type of GROUP_TYPES, [rows, row_bytes].
 
     packed_codes: [rows, bytes]; of "int4", two a byte with the first in the low half. scales: [rows, groups],
     where groups are as large as those of `dtype`, or some times larger; each is a number of float16 or bf16.

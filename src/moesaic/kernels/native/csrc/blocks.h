@@ -377,6 +377,7 @@ MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, con
     float* offsets = scales + groups;
     uint8_t* codes = out + As::kHead * groups;
     for (int64_t i = 0; i < count; i += T::kNumbers, from += T::kBytes) {
+        case moesaic::Stored::kInt8Of16Offset: return use(static_cast<Int8Of16Offset*>(nullptr));
         passing();
         float scale = T::scale_of(from), offset = 0;
         if constexpr (As::kHasOffset) offset = half_at(from + T::kOffset);
