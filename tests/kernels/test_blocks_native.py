@@ -45,6 +45,10 @@ def draw_blocks(rng: np.random.Generator, dtype: str, rows: int, columns: int) -
     """Random rows. Each code and factor is likely; scales are small numbers of both signs, some subnormal."""
     kind = BLOCK_TYPES[dtype]
     stored = rng.integers(0, 256, (rows * columns // kind.numbers, kind.size)).astype(np.uint8)
+    if dtype == blocks.OFFSET_GROUP:
+        scales = rng.standard_normal((len(stored), 1)) * rng.choice([1e-6, 1e-3, 0.05], (len(stored), 1))
+        stored[:, 1:5] = scales.astype("<f4").view(np.uint8)
+        return stored.reshape(rows, row_bytes(dtype, columns))
     if dtype in GROUP_TYPES:
         scales = rng.standard_normal(len(stored)) * rng.choice([1e-6, 1e-3, 0.05], len(stored))
         bf16 = (scales.astype("<f4").view("<u4") >> 16).astype("<u2")

@@ -100,14 +100,16 @@ BLOCK_TYPES = {
     "int4_g64": BlockType(64, 35, 32, "int4_offset"),
     "int4_g32": BlockType(32, 19, 32, "int4_offset"),
     "int8_g128": BlockType(128, 131, 32, "int8"),
+    "int8_offset_g128": BlockType(128, 133, 32, "int8_offset"),
 }
 """The types of blocks by name. Most are ggml's, as GGUF files have them, with ggml's name in small letters.
 ggml's MXFP4 has "mxfp4_e8m0", since "mxfp4" has scales in float32.
 
-The last four are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and the codes. The
+The last five are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and the codes. The
 low half of the byte is the zero point of "int4". Its highest bit says that the scale is bf16, not float16.
+In "int8_offset_g128" the byte is the zero point, and the scale is a float32.
 """
-GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128")
+GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128", "int8_offset_g128")
 """The types of BLOCK_TYPES that no GGUF file has."""
 PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS, *BLOCK_TYPES)
 """Types whose rows are bytes, and not numbers."""

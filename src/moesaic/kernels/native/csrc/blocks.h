@@ -26,6 +26,7 @@ struct Blocks {
     static constexpr int64_t kGroups = kNumbers / kGroup;               // of a block
     static constexpr int64_t bytes(int64_t numbers) { return (numbers + kNumbers - 1) / kNumbers * kBytes; }
     static MOESAIC_INLINE float scale_of(const uint8_t* block) { return half_at(block + kScale); }
+    static MOESAIC_INLINE float offset_of(const uint8_t*) { return 0; }
 };
 
 typedef uint8_t Bytes16 __attribute__((vector_size(16)));
@@ -130,7 +131,7 @@ struct Q4_0 : Blocks<Int4, 32, 18> {
 };
 
 struct Q4_1 : Blocks<Int4Offset, 32, 20> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 4, 16); }
 };
 
@@ -143,7 +144,7 @@ struct Q5_0 : Blocks<Int8, 32, 22> {
 };
 
 struct Q5_1 : Blocks<Int8Offset, 32, 24> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
         Bytes16 halves = codes_at<Bytes16>(block + 8);
         put_codes(codes, (halves & 15) | fifth_bits(block + 4));
@@ -200,7 +201,7 @@ MOESAIC_INLINE void put_six_bits(const uint8_t* from, float scale, float minimum
 }
 
 struct Q4_K : Blocks<Int4Offset, 256, 144> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         put_six_bits(block + 4, scale, minimum, scales, offsets);
     }
@@ -214,7 +215,7 @@ struct Q4_K : Blocks<Int4Offset, 256, 144> {
 };
 
 struct Q5_K : Blocks<Int8Offset, 256, 176> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         put_six_bits(block + 4, scale, minimum, scales, offsets);
     }
@@ -246,7 +247,7 @@ struct Q6_K : Blocks<Int8Of16, 256, 210, 208> {
 };
 
 struct Q2_K : Blocks<Int8Of16Offset, 256, 84, 80> {
-    static constexpr int64_t kOffset = 82;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 82); }
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         MOESAIC_UNROLL for (int i = 0; i < 16; i += 8) {
             uint64_t halves = load_8_bytes(block + i), low = halves & kLowHalves, high = halves >> 4 & kLowHalves;
@@ -338,9 +339,25 @@ struct Int8By128 : IntegerGroup<128, 131> {
     }
 };
 
+// Integers without a sign, with a zero point in the first byte and a scale in float32.
+struct Int8OffsetBy128 : Blocks<Int8Offset, 128, 133> {
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) {
+        float scale;
+        std::memcpy(&scale, block + 1, 4);
+        return scale;
+    }
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return -(scale_of(block) * float(block[0])); }
+    static MOESAIC_INLINE void put_scales(const uint8_t*, float scale, float offset, float* scales, float* offsets) {
+        MOESAIC_UNROLL for (int64_t i = 0; i < kGroups; i++) scales[i] = scale, offsets[i] = offset;
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        MOESAIC_UNROLL for (int64_t i = 0; i < 128; i += 32) put_codes(codes + i, codes_at<Bytes32>(block + 5 + i));
+    }
+};
+
 #define MOESAIC_BLOCKS(use)                                                                                           \
     use(Q8_0) use(Q4_0) use(Q4_1) use(Q5_0) use(Q5_1) use(Q2_K) use(Q3_K) use(Q4_K) use(Q5_K) use(Q6_K) use(Iq4Nl)    \
-    use(Iq4Xs) use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128)
+    use(Iq4Xs) use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128) use(Int8OffsetBy128)
 
 #define MOESAIC_IS_BLOCKS(T)               \
     template <>                            \
@@ -360,6 +377,7 @@ auto with_quantized(moesaic::Stored stored, const Use& use) {
         case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
         case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
         case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
+        case moesaic::Stored::kInt8Of16Offset: return use(static_cast<Int8Of16Offset*>(nullptr));
 #define MOESAIC_CASE(T) \
     case moesaic::Stored::k##T: return use(static_cast<T*>(nullptr));
             MOESAIC_BLOCKS(MOESAIC_CASE)
@@ -377,10 +395,8 @@ MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, con
     float* offsets = scales + groups;
     uint8_t* codes = out + As::kHead * groups;
     for (int64_t i = 0; i < count; i += T::kNumbers, from += T::kBytes) {
-        case moesaic::Stored::kInt8Of16Offset: return use(static_cast<Int8Of16Offset*>(nullptr));
         passing();
-        float scale = T::scale_of(from), offset = 0;
-        if constexpr (As::kHasOffset) offset = half_at(from + T::kOffset);
+        float scale = T::scale_of(from), offset = T::offset_of(from);
         if constexpr (T::kNumbers == 32) {
             *scales = scale;
             if constexpr (As::kHasOffset) *offsets = offset;
