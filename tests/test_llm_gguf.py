@@ -30,6 +30,7 @@ STREAMED = [
     ("latent, as Q4_K_M", "on demand, likely ones before"),
     ("MXFP4", "two cores, in place"),
     (LINEAR, "some experts stay"),
+    ("pairs", "two cores, in place"),
     ("BF16", "two cores"),
     *(
         pytest.param(mix, policy, marks=pytest.mark.full)

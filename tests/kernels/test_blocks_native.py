@@ -33,12 +33,22 @@ HALVES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_
 HALVES |= {"q6_k": (208,), "mxfp4_e8m0": ()}
 """Where a block has numbers in float16, where that is not at its beginning only."""
 INTEGER = [name for name in table.instruction_sets() if name in table.INTEGER]
+each_integer_set = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == INTEGER[0] else pytest.mark.slow) for name in INTEGER]
+    or [pytest.param("", marks=pytest.mark.skip("no integer kernels"))],
+)
+"""Tiles of amx_int8 are emulated where the CPU has none."""
 
 
 def draw_blocks(rng: np.random.Generator, dtype: str, rows: int, columns: int) -> Bytes:
     """Random rows. Each code and factor is likely; scales are small numbers of both signs, some subnormal."""
     kind = BLOCK_TYPES[dtype]
     stored = rng.integers(0, 256, (rows * columns // kind.numbers, kind.size)).astype(np.uint8)
+    if dtype == blocks.OFFSET_GROUP:
+        scales = rng.standard_normal((len(stored), 1)) * rng.choice([1e-6, 1e-3, 0.05], (len(stored), 1))
+        stored[:, 1:5] = scales.astype("<f4").view(np.uint8)
+        return stored.reshape(rows, row_bytes(dtype, columns))
     if dtype in GROUP_TYPES:
         scales = rng.standard_normal(len(stored)) * rng.choice([1e-6, 1e-3, 0.05], len(stored))
         bf16 = (scales.astype("<f4").view("<u4") >> 16).astype("<u2")
@@ -119,7 +129,7 @@ def test_dense_matrices_have_the_bits_of_float32(reading: Kernels, dtype: str) -
             assert same_bits(reading.linear(hidden, weight, None), reading.linear(hidden, floats, None))
 
 
-@pytest.mark.parametrize("name", INTEGER or [pytest.param("", marks=pytest.mark.skip("no integer kernels"))])
+@each_integer_set
 @pytest.mark.parametrize(("inner", "down"), PAIRS)
 def test_integer_products_have_the_bits_of_the_slow_ones(name: str, inner: str, down: str) -> None:
     dtype = join_dtypes(inner, down)
@@ -129,7 +139,23 @@ def test_integer_products_have_the_bits_of_the_slow_ones(name: str, inner: str, 
         mlp = draw_mlp(rng, inner, down, size)
         rows = torch.from_numpy(0.1 * rng.standard_normal((19, size.h), dtype=np.float32))
         wanted = integer_products.expert(table.INTEGER[name], dtype, mlp, rows)
-        table.pick("cpu", name)
-        for count in (1, 2, 3, 19):
+        kernels = table.pick("cpu", name)
+        for count, threads in ((1, 1), (2, 2), (3, 1), (19, 2)):
+            kernels.set_threads(threads, False)
             stored = size.run([Mlp(mlp)], expert_code(dtype), rows[:count].numpy(), [0] * count)
             assert same_bits(torch.from_numpy(stored.view(np.float32)), wanted[:count])
+
+
+@each_integer_set
+@pytest.mark.parametrize("dtype", BLOCK_TYPES)
+def test_integer_linears_have_the_bits_of_the_slow_ones(name: str, dtype: str) -> None:
+    """For few rows, whole tiles of 16 rows, and the last 8 and 9 rows beside such tiles."""
+    kernels = table.pick("cpu", name)
+    for columns, numbers in ((33, 256), (17, 1280)):
+        stored = draw_blocks(np.random.default_rng(numbers), dtype, columns, numbers)
+        weight = QuantizedMatrix(Guarded()(torch.from_numpy(stored)), numbers, dtype)
+        rows, bias = torch.randn(100, numbers), torch.randn(columns)
+        wanted = integer_products.linear(rows, weight, bias)
+        for count, threads in ((1, 1), (2, 2), (8, 1), (9, 2), (16, 1), (24, 2), (25, 1), (100, 2)):
+            kernels.set_threads(threads, False)
+            assert same_bits(kernels.linear(rows[:count], weight, bias), wanted[:count]), count

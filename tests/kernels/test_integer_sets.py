@@ -40,7 +40,7 @@ def auto_again() -> Iterator[None]:
     table.pick("cpu").set_threads(1, False)
 
 
-FAST = [(name, dtype, shape) for name in HERE for dtype, shape in zip(TYPES, SHAPES[1:], strict=True)]
+FAST = [(name, dtype, shape) for name in HERE for dtype, shape in zip(TYPES, SHAPES, strict=True)]
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape"), pairs.params(HERE, TYPES, SHAPES, fast=FAST))

@@ -94,6 +94,13 @@ def like_q4_k_m(name: str) -> str:
     return "Q6_K" if more else "F16" if "attn_k_b" in name else "Q4_K"
 
 
+def with_pairs(name: str) -> str:
+    """As `like_q4_k_m`, but gates have another type than their ups, except for the last layer's experts."""
+    if "ffn_up" in name and "blk.1.ffn_up_exps" not in name:
+        return "Q6_K" if "exps" in name else "IQ4_NL"
+    return like_q4_k_m(name)
+
+
 UNUSUAL = ("MXFP4",)
 """Types that a Qwen3 never has."""
 MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
@@ -104,6 +111,8 @@ MIXES: dict[str, tuple[str, gguf_files.Kinds]] = {
     "latent, as Q4_K_M": ("deepseek3", like_q4_k_m),
     "linear, as Q4_K_M": ("qwen3.5", like_q4_k_m),
     "linear and joint, as Q4_K_M": ("qwen3-next", like_q4_k_m),
+    "pairs": ("qwen3", with_pairs),
+    "latent, pairs": ("deepseek3", with_pairs),
     "linear, Q8_0": ("qwen3.5", lambda name: "Q8_0"),
     "linear, F16": ("qwen3.5", lambda name: "F16"),
     "linear, BF16": ("qwen3.5", lambda name: "BF16"),
@@ -182,7 +191,7 @@ def test_older_files_have_the_latent_s_projection_in_one_piece(
     assert torch.equal(logits(file, tokens), logits(plain, tokens))
 
 
-@pytest.mark.parametrize("mix", ["as Q4_K_M", "MXFP4", "experts in BF16"])
+@pytest.mark.parametrize("mix", ["as Q4_K_M", "pairs", "MXFP4", "experts in BF16"])
 def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_path: Path, mix: str) -> None:
     file, _ = mixed(sources, tmp_path, mix)
     experts = registry.load(file, kernels).experts
@@ -196,6 +205,7 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
         found
         == {
             "as Q4_K_M": ["q4_k+q6_k", "q4_k"],
+            "pairs": ["int8_16_offset+q6_k", "q4_k"],
             "MXFP4": ["mxfp4_e8m0", "mxfp4_e8m0"],
             "experts in BF16": [
                 torch.bfloat16 if torch.bfloat16 in kernels.unconverted_dtypes else torch.float32
@@ -212,20 +222,18 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
         ("as Q4_K_M", ["int4_offset+int8_16", "int4_offset"]),
         ("MXFP4", ["mxfp4", "mxfp4"]),
         ("Q3_K", ["int8_16", "int8_16"]),
-        ("Q2_K", None),
+        ("Q2_K", ["int8_16_offset", "int8_16_offset"]),
+        ("pairs", ["int8_16_offset+int8_16", "int4_offset"]),
     ],
 )
 def test_kernels_that_read_no_blocks_get_types_with_the_same_numbers(
-    sources: Callable[[str], Path], tmp_path: Path, mix: str, types: list[str] | None
+    sources: Callable[[str], Path], tmp_path: Path, mix: str, types: list[str]
 ) -> None:
     """As those of Triton."""
     file, _ = mixed(sources, tmp_path, mix)
     model = registry.load(file, replace(kernels, can_use_blocks=False))
     for layer, weights in model.experts.items():
-        if types is None:
-            assert weights.matrices_of(0)[0].dtype is torch.float32
-        else:
-            assert weights.packed_dtype == types[layer]
+        assert weights.packed_dtype == types[layer]
     layout = registry.expert_layout(file, replace(kernels, can_use_blocks=False))
     assert conversion_of(Headers(file), layout) is not None
     tokens = tiny_models.prompt(24, model_configs.VOCAB)
@@ -233,7 +241,7 @@ def test_kernels_that_read_no_blocks_get_types_with_the_same_numbers(
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("mix", ["as Q4_K_M", "MXFP4", "experts in BF16", "F16"])
+@pytest.mark.parametrize("mix", ["as Q4_K_M", "pairs", "MXFP4", "experts in BF16", "F16"])
 def test_servers_hold_the_bytes_of_the_loader(
     sources: Callable[[str], Path], tmp_path: Path, mix: str, mapped: bool
 ) -> None:
@@ -330,7 +338,7 @@ def test_what_ends_an_answer_is_in_the_metadata(sources: Callable[[str], Path], 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mix", ["as Q4_K_M", "latent, as Q4_K_M", "MXFP4", "Q5_K"])
+@pytest.mark.parametrize("mix", ["as Q4_K_M", "latent, as Q4_K_M", "latent, pairs", "MXFP4", "Q5_K"])
 def test_tokens_are_those_of_transformers_on_the_dequantised_checkpoint(
     sources: Callable[[str], Path], tmp_path: Path, mix: str
 ) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from tests.models.test_gguf import like_q4_k_m
+from tests.models.test_gguf import like_q4_k_m, with_pairs
 from tests.support import gguf_files, model_configs, tiny_models
 
 from moesaic.config import ClusterConfig, ModelConfig, WorkerConfig
+from moesaic.core.weight_types import row_bytes
 from moesaic.experts.store import Store
 from moesaic.kernels import table
 from moesaic.kernels.matrix import QuantizedMatrix
@@ -178,6 +179,45 @@ def test_a_start_counts_mapped_blocks_as_no_memory_of_its_own(file: Path) -> Non
     assert need.private <= 0.02 * bytes_of(file)
     copies = fitting.measure_need(WorkerConfig(ModelConfig(str(file), mmap=False)), ClusterConfig(), spec)
     assert copies.private == copies.weights == need.weights
+
+
+@pytest.fixture(scope="module")
+def file_with_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    source = tiny_models.save(tiny_models.build(*QWEN3), folder / "source")
+    return gguf_files.write(source, folder / "made", with_pairs)[0]
+
+
+def test_gates_and_ups_of_two_types_are_counted_as_converted(
+    file_with_pairs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of layers 0 and 2 take 1.5 bytes a number; layer 1 has no such pair."""
+    file, name = file_with_pairs, "model.layers.0.mlp.experts.gate_proj.weight"
+    model, layout = registry.load(file, kernels), registry.expert_layout(file, kernels)
+    assert f"gate and up in two types for 2 MLPs: {name} and its up are converted to" in caplog.text
+    matrix_numbers = 8 * 256 * 256
+    converted = 2 * 2 * matrix_numbers * row_bytes("int8_16_offset", 256) // 256
+    of_file = sum(
+        bytes_of(file, f"blk.{layer}.ffn_{part}_exps") for layer in (0, 2) for part in ("gate", "up")
+    )
+    assert layout.num_bytes == bytes_of(file, "_exps") - of_file + converted
+    assert layout.num_bytes == sum(part.nbytes for one in model.experts.values() for part in matrices(one))
+    sizes = read_checkpoint_sizes(file, "x", kernels)
+    assert sizes.moe_layers * sizes.routed_bytes == layout.num_bytes
+    assert sizes.weights == pytest.approx(model.num_bytes)
+    assert sizes.conversion == layout.largest and sizes.read == bytes_of(file, "_exps") // 3 // 8
+    need = fitting.measure_need(
+        WorkerConfig(ModelConfig(str(file))), ClusterConfig(), registry.read_spec(file)
+    )
+    assert need.experts == layout.num_bytes and need.private >= layout.num_bytes
+
+
+def test_a_file_with_two_types_of_gate_and_up_does_not_surely_fit(
+    file_with_pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = quick_fit.PROCESS_BYTES + 12 * file_with_pairs.stat().st_size
+    monkeypatch.setattr(quick_fit, "available_memory", lambda: room)
+    assert not quick_fit.surely_fits(WorkerConfig(ModelConfig(str(file_with_pairs), max_model_len=64)))
 
 
 def test_kernels_that_make_weights_float32_do_not_surely_fit(

@@ -98,13 +98,7 @@ def test_ranks_share_experts_in_blocks_or_groups(written: Written, kind: str, ra
             split_dtype(part.packed_dtype) if first.dtype is torch.uint8 else ("float32", "float32")
         )
         narrow = BLOCK_TYPES[dtype].numbers > width
-        assert (inner, outer) == (
-            (dtype, dtype)
-            if not narrow
-            else ("float32",) * 2
-            if kind == "Q2_K"
-            else (dtype, BLOCK_TYPES[dtype].conversion)
-        )
+        assert (inner, outer) == ((dtype, dtype) if not narrow else (dtype, BLOCK_TYPES[dtype].conversion))
         mine = slice(rank * width, (rank + 1) * width)
         for expert in wanted[0]:
             gates, ups, downs = (numbers(each, dtype, SIZE) for each in whole.matrices_of(expert))
@@ -152,18 +146,14 @@ def test_damage_in_an_expert_is_found_when_it_is_computed_or_converted(
 
 @pytest.mark.parametrize("kind", [kind for kind in BLOCKS if kind != "MXFP4"])
 def test_kernels_of_integers_round_the_same_numbers_together_in_ranks(written: Written, kind: str) -> None:
-    """Types of integers stay such in a part of whole groups of 32 columns; else ranks are refused.
-
-    Nothing but blocks holds the numbers of Q2_K as integers.
-    """
+    """Types of integers stay such in a part of whole groups of 32 columns; else ranks are refused."""
     file, rounding = written(kind), replace(kernels, is_integer=True)
     loader = Loader(Checkpoint(file), rounding, "cpu", torch.bfloat16, Shard(0, 2))
     rows, name = loader.checkpoint._slice(NAME).get_shape()[0], NAME.removesuffix(".weight")
-    allowed = 256 if kind == "Q2_K" else 32
     for begin in range(0, SIZE, 16):
         part = slice(None), slice(begin, SIZE)
-        if begin % allowed:
-            with pytest.raises(ConfigError, match=f"ranks with whole groups of {allowed} columns of {name}"):
+        if begin % 32:
+            with pytest.raises(ConfigError, match=f"ranks with whole groups of 32 columns of {name}"):
                 loader.weight(name, rows, SIZE, *part)
         else:
             assert is_integer(kind_of(loader.weight(name, rows, SIZE, *part)))

@@ -39,6 +39,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             hidden_size=160, moe_intermediate_size=64, intermediate_size=96, num_hidden_layers=2
         ),
     ),
+    "rows of 128": (
+        "qwen3_moe",
+        model_configs.qwen3(
+            hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+            head_dim=32, mlp_only_layers=[],
+        ),
+    ),
     "gpt-oss": (
         "gpt_oss", model_configs.gpt_oss(hidden_size=96, intermediate_size=64, num_hidden_layers=2),
     ),
@@ -67,23 +74,31 @@ def theirs(name: str, plain: Path) -> Any:
     return tiny_models.KINDS[CASES[name][0]][1].from_pretrained(plain, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("name", "form"), FOR_EACH)
-def test_logits_and_tokens_are_those_of_the_dequantised_model(
-    sources: dict[str, Path], tmp_path: Path, name: str, form: str
-) -> None:
-    quantised, plain = made(sources, name, form, tmp_path)
+def compare(name: str, quantised: Path, plain: Path) -> str:
+    """Compares logits and tokens with those of transformers. Returns the type of experts."""
     model, tokens = registry.load(quantised, kernels), tiny_models.prompt(40, model_configs.VOCAB)
     reference = theirs(name, plain)
     logits = Driver(model).prefill(tokens)
     torch.testing.assert_close(logits, tiny_models.reference_logits(reference, tokens), rtol=1e-4, atol=1e-4)
     assert Driver(model).greedy(tokens, 24) == tiny_models.reference_greedy(reference, tokens, 24)
-    held = next(iter(model.experts.values()))
-    found = (
-        held.packed_dtype
-        if held.matrices_of(0)[0].dtype is torch.uint8
-        else str(held.matrices_of(0)[0].dtype)
-    )
-    assert found.removeprefix("torch.") == STORED[form]
+    weights = next(iter(model.experts.values()))
+    dtype = weights.matrices_of(0)[0].dtype
+    return weights.packed_dtype if dtype is torch.uint8 else str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(("name", "form"), FOR_EACH)
+def test_logits_and_tokens_are_those_of_the_dequantised_model(
+    sources: dict[str, Path], tmp_path: Path, name: str, form: str
+) -> None:
+    assert compare(name, *made(sources, name, form, tmp_path)) == STORED[form]
+
+
+@pytest.mark.parametrize("form", quantizers.GROUPS_OF_128)
+def test_groups_of_128_stay_blocks(sources: dict[str, Path], tmp_path: Path, form: str) -> None:
+    """Also those of eight bits with zero points, and of GPTQ with columns that were rounded in any order."""
+    quantised, plain = quantizers.quantize(sources["rows of 128"], tmp_path, quantizers.GROUPS_OF_128[form])
+    wanted = "int4_g128" if form in ("gptq, static groups", "gptq, rows in any order") else "int8_offset_g128"
+    assert compare("rows of 128", quantised, plain) == wanted
 
 
 @pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -315,6 +315,22 @@ FORMATS = {
 MXFP4 = Format(
     mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, columns=True
 )
+GROUPS_OF_128 = {
+    "packed int8, zero points": Format(
+        packed(8, 128, False),
+        compressed_tensors("pack-quantized", symmetric=False, strategy="group", group_size=128),
+    ),
+    "int8 rows, zero points": FORMATS["int8 rows, zero points"],
+    "gptq, 8 bits": Format(gptq(8, 128, 1, False), _gptq_config(8, "gptq", False) | {"group_size": 128}),
+    "gptq, static groups": Format(
+        gptq(4, 128, 1, False),
+        _gptq_config(4, "gptq", True) | {"group_size": 128, "static_groups": True},
+    ),
+    "gptq, rows in any order": Format(
+        gptq(4, 128, 0, True), _gptq_config(4, "gptq_v2", True) | {"group_size": -1}
+    ),
+}
+"""Formats of a model whose rows have 128 numbers, or a multiple of them."""
 POWERS = Format(fp8_powers, {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"})
 STORED = {
     "fp8 blocks": "fp8", "fp8 rows": "fp8", "fp8 matrix": "fp8", "fp8 matrix, static": "fp8",

@@ -117,6 +117,7 @@ def _report(options: Doctor, name: str, source: FoundModel) -> ModelReport:
     sizes = _sizes(raw, name, storage)
     machine = examine()
     warnings += registry.describe_unused(raw, _list_tensors(source))
+    warnings += registry.describe_pairs(source.config)
     report = ModelReport(
         name,
         raw.get("model_type"),

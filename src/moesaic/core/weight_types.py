@@ -5,7 +5,7 @@ Question: Which types can weights have?
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ QUANTIZATIONS = {
     "int4_offset": Quantization("uint4", 32, offset=True),
     "mxfp4": Quantization("e2m1", 32),
     "int8_16": Quantization("int8", 16),
+    "int8_16_offset": Quantization("uint8", 16, offset=True),
 }
 """The types of quantised weights by name."""
 
@@ -72,8 +73,7 @@ class BlockType:
     group: int
     """Numbers that share a scale."""
     conversion: str
-    """The type of QUANTIZATIONS that holds the same numbers, for kernels that read no blocks; "float32" where
-    none does."""
+    """The type of QUANTIZATIONS that holds the same numbers, for kernels that read no blocks."""
 
     def row_bytes(self, numbers: int) -> int:
         """Bytes of a row. Raises ValueError for a row that is no whole number of blocks."""
@@ -88,7 +88,7 @@ BLOCK_TYPES = {
     "q4_1": BlockType(32, 20, 32, "int4_offset"),
     "q5_0": BlockType(32, 22, 32, "int8"),
     "q5_1": BlockType(32, 24, 32, "int8_offset"),
-    "q2_k": BlockType(256, 84, 16, "float32"),
+    "q2_k": BlockType(256, 84, 16, "int8_16_offset"),
     "q3_k": BlockType(256, 110, 16, "int8_16"),
     "q4_k": BlockType(256, 144, 32, "int4_offset"),
     "q5_k": BlockType(256, 176, 32, "int8_offset"),
@@ -100,14 +100,16 @@ BLOCK_TYPES = {
     "int4_g64": BlockType(64, 35, 32, "int4_offset"),
     "int4_g32": BlockType(32, 19, 32, "int4_offset"),
     "int8_g128": BlockType(128, 131, 32, "int8"),
+    "int8_offset_g128": BlockType(128, 133, 32, "int8_offset"),
 }
 """The types of blocks by name. Most are ggml's, as GGUF files have them, with ggml's name in small letters.
 ggml's MXFP4 has "mxfp4_e8m0", since "mxfp4" has scales in float32.
 
-The last four are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and the codes. The
+The last five are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and the codes. The
 low half of the byte is the zero point of "int4". Its highest bit says that the scale is bf16, not float16.
+In "int8_offset_g128" the byte is the zero point, and the scale is a float32.
 """
-GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128")
+GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128", "int8_offset_g128")
 """The types of BLOCK_TYPES that no GGUF file has."""
 PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS, *BLOCK_TYPES)
 """Types whose rows are bytes, and not numbers."""
@@ -162,10 +164,27 @@ def convert_blocks(dtype: str) -> str:
     """The type of experts for kernels that read no blocks: that of QUANTIZATIONS with the same numbers.
 
     >>> convert_blocks("q4_k+q6_k"), convert_blocks("q2_k"), convert_blocks("fp8")
-    ('int4_offset+int8_16', 'float32', 'fp8')
+    ('int4_offset+int8_16', 'int8_16_offset', 'fp8')
     """
     types = [BLOCK_TYPES[name].conversion if name in BLOCK_TYPES else name for name in split_dtype(dtype)]
-    return "float32" if "float32" in types else join_dtypes(*types)
+    return join_dtypes(*types)
+
+
+def choose_common_type(types: Iterable[str]) -> str:
+    """The smallest type of QUANTIZATIONS that holds the numbers of matrices of several types of BLOCK_TYPES.
+
+    >>> choose_common_type(["q4_0", "q8_0"]), choose_common_type(["q4_0", "q4_k"])
+    ('int8', 'int4_offset')
+    >>> choose_common_type(["q4_k", "q6_k"]), choose_common_type(["q4_0", "mxfp4_e8m0"])
+    ('int8_16_offset', 'int8')
+    """
+    conversions = {BLOCK_TYPES[dtype].conversion for dtype in types}
+    if len(conversions) == 1:
+        return conversions.pop()
+    kinds = [QUANTIZATIONS[dtype] for dtype in conversions]
+    bits = 4 if all(kind.values in ("int4", "uint4") for kind in kinds) else 8
+    group = "_16" if any(kind.group == 16 for kind in kinds) else ""
+    return f"int{bits}{group}{'_offset' if any(kind.offset for kind in kinds) else ''}"
 
 
 def group_numbers(dtype: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES
+from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES, QUANTIZATIONS
 from moesaic.kernels.quantized_layout import TABLES, Bytes, Floats
 
 IQ4 = np.array(
@@ -49,6 +49,28 @@ def decode_conversion(dtype: str, stored_rows: Bytes) -> Parts:
     )
     # A scale has so few bits that the product is exact.
     return codes + zeros.repeat(block.group, axis=1), scales, -(scales * zeros)
+
+
+def decode_as(kind: str, dtype: str, stored_rows: Bytes) -> Parts:
+    """Returns what `decode_conversion` does, with codes, scales and offsets of another type of QUANTIZATIONS.
+
+    kind: what `core.weight_types.choose_common_type` returns for `dtype` and others. Each product with a
+    scale is exact, since scales of blocks have few bits.
+    """
+    codes, scales, offsets = decode_conversion(dtype, stored_rows)
+    source, target = QUANTIZATIONS[BLOCK_TYPES[dtype].conversion], QUANTIZATIONS[kind]
+    repeats = BLOCK_TYPES[dtype].group // target.group
+    scales = scales.repeat(repeats, axis=1)
+    if offsets is not None:
+        return codes, scales, offsets.repeat(repeats, axis=1)
+    if source == target:
+        return codes, scales, None
+    factor = 2 if source.values == "e2m1" else 1  # whose numbers are halves
+    values, scales = (TABLES[source.values] * factor)[codes].astype(np.int16), scales / np.float32(factor)
+    if not target.offset:
+        return values.astype(np.int8).view(np.uint8), scales, None
+    least = values.min(initial=0)
+    return (values - least).astype(np.uint8), scales, scales * np.float32(least)
 
 
 def _half(blocks: Bytes, offset: int) -> Floats:
@@ -174,8 +196,10 @@ def _q3_k(blocks: Bytes) -> Parts:
 
 BF16_SCALE = 0x80
 """The bit of the first byte of a group that says that its scale is bf16."""
-GROUP_HEAD = 3
-"""Bytes of a group before its codes."""
+OFFSET_GROUP = "int8_offset_g128"
+"""The type of groups with a zero point of eight bits and a float32 scale."""
+GROUP_HEADS = {name: 5 if name == OFFSET_GROUP else 3 for name in GROUP_TYPES}
+"""Type -> bytes of a group before its codes."""
 
 
 def _group_scales(blocks: Bytes) -> Floats:
@@ -185,40 +209,57 @@ def _group_scales(blocks: Bytes) -> Floats:
 
 
 def _read_int4(blocks: Bytes) -> Parts:
-    packed_codes = blocks[:, GROUP_HEAD:]
+    packed_codes = blocks[:, 3:]
     codes = np.stack([packed_codes & np.uint8(15), packed_codes >> np.uint8(4)], axis=2)
     codes = codes.reshape(len(blocks), -1) - (blocks[:, :1] & np.uint8(15))
     return codes, _group_scales(blocks).repeat(codes.shape[1] // 32, axis=1), None
 
 
 def _read_int8(blocks: Bytes) -> Parts:
-    codes = blocks[:, GROUP_HEAD:]
+    codes = blocks[:, 3:]
     return codes, _group_scales(blocks).repeat(codes.shape[1] // 32, axis=1), None
 
 
+def _float_scales(blocks: Bytes) -> Floats:
+    """The scale of a group of OFFSET_GROUP, [n, 1]."""
+    return np.ascontiguousarray(blocks[:, 1:5]).view("<f4")
+
+
+def _read_int8_offset(blocks: Bytes) -> Parts:
+    codes, scales = blocks[:, 5:], _float_scales(blocks)
+    offsets = -(scales * blocks[:, :1].astype(np.float32))
+    return codes, scales.repeat(codes.shape[1] // 32, axis=1), offsets.repeat(codes.shape[1] // 32, axis=1)
+
+
 def pack_groups(dtype: str, packed_codes: Bytes, scales: Floats, zeros: Bytes | int = 0) -> Bytes:
-    """The rows of a type "int4_g..." or "int8_g...", [rows, row_bytes].
+    """The rows of a type of GROUP_TYPES, [rows, row_bytes].
 
     packed_codes: [rows, bytes]; of "int4", two a byte with the first in the low half. scales: [rows, groups],
-    where groups are as large as those of `dtype`, or some times larger; each is a number of float16 or bf16.
-    zeros: zero points of "int4", [rows, groups] or one for all.
+    where groups are as large as those of `dtype`, or some times larger; each is a number of float16 or bf16,
+    but for OFFSET_GROUP. zeros: zero points, [rows, groups] or one for all.
     """
-    block = BLOCK_TYPES[dtype]
-    rows, codes_size = len(packed_codes), block.size - GROUP_HEAD
-    blocks = np.empty((rows, packed_codes.shape[1] // codes_size, block.size), dtype=np.uint8)
-    repeats = blocks.shape[1] // scales.shape[1]
-    with np.errstate(over="ignore"):  # of scales that only bf16 holds
-        halves = scales.astype("<f2")
-    in_bf16 = halves.astype(np.float32) != scales
-    upper_bits = (np.ascontiguousarray(scales).view(np.uint32) >> np.uint32(16)).astype("<u2")
-    scale_bits = np.where(in_bf16, upper_bits, halves.view("<u2")).astype("<u2")
-    first_bytes = in_bf16 * np.uint8(BF16_SCALE) | np.uint8(zeros)
-    blocks[:, :, 0] = first_bytes.repeat(repeats, axis=1)
-    blocks[:, :, 1:GROUP_HEAD] = (
-        scale_bits.repeat(repeats, axis=1).view(np.uint8).reshape(rows, blocks.shape[1], 2)
-    )
-    blocks[:, :, GROUP_HEAD:] = packed_codes.reshape(rows, -1, codes_size)
+    size, head = BLOCK_TYPES[dtype].size, GROUP_HEADS[dtype]
+    rows, heads = len(packed_codes), _pack_heads(dtype, scales, zeros)
+    blocks = np.empty((rows, packed_codes.shape[1] // (size - head), size), dtype=np.uint8)
+    blocks[:, :, :head] = heads.repeat(blocks.shape[1] // scales.shape[1], axis=1)
+    blocks[:, :, head:] = packed_codes.reshape(rows, -1, size - head)
     return blocks.reshape(rows, -1)
+
+
+def _pack_heads(dtype: str, scales: Floats, zeros: Bytes | int) -> Bytes:
+    """What groups have before their codes, [rows, groups, bytes]."""
+    zero_points, scales = np.broadcast_to(np.uint8(zeros), scales.shape), np.ascontiguousarray(scales)
+    if dtype == OFFSET_GROUP:
+        first_bytes, scale_bits = zero_points, scales.astype("<f4")
+    else:
+        with np.errstate(over="ignore"):  # of scales that only bf16 holds
+            halves = scales.astype("<f2")
+        in_bf16 = halves.astype(np.float32) != scales
+        upper_bits = (scales.view(np.uint32) >> np.uint32(16)).astype("<u2")
+        first_bytes = in_bf16 * np.uint8(BF16_SCALE) | zero_points
+        scale_bits = np.where(in_bf16, upper_bits, halves.view("<u2")).astype("<u2")
+    scale_bytes = scale_bits.view(np.uint8).reshape(*scales.shape, -1)
+    return np.concatenate([first_bytes[:, :, None], scale_bytes], axis=2)
 
 
 READERS: dict[str, Callable[[Bytes], Parts]] = {
@@ -226,16 +267,17 @@ READERS: dict[str, Callable[[Bytes], Parts]] = {
     "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
     "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_e8m0": _mxfp4,
     "int4_g128": _read_int4, "int4_g64": _read_int4, "int4_g32": _read_int4, "int8_g128": _read_int8,
+    OFFSET_GROUP: _read_int8_offset,
 }  # fmt: skip
 """Type -> what reads blocks [n, size]: codes [n, numbers], scales and offsets [n, groups]."""
 SCALES = {
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
     "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,),
-    **dict.fromkeys(GROUP_TYPES, (1,)),
+    **dict.fromkeys((name for name in GROUP_TYPES if name != OFFSET_GROUP), (1,)),
 }  # fmt: skip
 """Type -> the bytes of a block at which its float16 numbers begin; that of a group may be bf16. MXFP4 has an
-exponent instead."""
+exponent instead, and OFFSET_GROUP a float32."""
 MOST_EXPONENT = 252
 """The largest exponent of MXFP4 with which every code is a finite float32."""
 VALUES = {
@@ -245,6 +287,7 @@ VALUES = {
     "q5_1": "uint8",
     "q5_k": "uint8",
     "q2_k": "uint8",
+    OFFSET_GROUP: "uint8",
     "mxfp4_e8m0": "e2m1",
 }
 """Type -> what its codes mean, a key of `quantized_layout.TABLES`, where that is not "int8"."""
@@ -257,9 +300,10 @@ def find_not_finite(dtype: str, stored_rows: Bytes) -> float | None:
         largest = int(blocks[:, 0].max(initial=0))
         return None if largest <= MOST_EXPONENT else float("nan" if largest == 255 else "inf")
     if dtype in GROUP_TYPES:
-        scales = _group_scales(blocks)
+        scales = _float_scales(blocks) if dtype == OFFSET_GROUP else _group_scales(blocks)
+        largest_code = np.float32(255 if dtype == OFFSET_GROUP else 128)
         with np.errstate(over="ignore"):
-            return next(iter(scales[~np.isfinite(scales * np.float32(128))].tolist()), None)
+            return next(iter(scales[~np.isfinite(scales * largest_code)].tolist()), None)
     for offset in SCALES[dtype]:
         # An exponent of float16 whose bits are all set means NaN or infinity.
         damage = blocks[blocks[:, offset + 1] & 0x7C == 0x7C]

@@ -23,7 +23,6 @@ from moesaic.core.experts import (
 )
 from moesaic.core.weight_types import (
     COMPRESSED_DTYPE,
-    group_numbers,
     is_integer,
     is_packed,
     is_quantized,
@@ -107,9 +106,8 @@ class Loader:
     def _refuse_split_groups(self, matrix: Matrix, dtype: str, part: tuple[slice, ...]) -> None:
         """Raises ConfigError unless kernels of integers round the same numbers together in a part of type
         `dtype` as in the whole matrix."""
-        size = ROUNDED if is_integer(matrix.conversion) else max(ROUNDED, group_numbers(matrix.dtype))
-        if dtype == "float32" or not matrix.cuts(part, dtype, size):
-            groups = f"whole groups of {size} columns of {matrix.name} with {self.kernels.name} kernels"
+        if dtype == "float32" or not matrix.cuts(part, dtype, ROUNDED):
+            groups = f"whole groups of {ROUNDED} columns of {matrix.name} with {self.kernels.name} kernels"
             raise ConfigError.field("--tensor-parallel-size", self.shard.size, f"ranks with {groups}")
 
     def matrix(

@@ -31,6 +31,7 @@ from moesaic.models.conversion import CountingClaims
 from moesaic.models.families import MODELS, Config, ModelFile
 from moesaic.models.files import model_files, read_config
 from moesaic.models.gguf.header import is_gguf
+from moesaic.models.gguf.pairs import describe_pairs as describe_pairs
 from moesaic.models.known_keys import changes_nothing
 from moesaic.models.layer_norm import Centring
 from moesaic.models.layers import Scale
@@ -120,7 +121,7 @@ def load(
         model = with_prediction(model, file, config, loader, with_experts)
     images = IMAGES if checkpoint.is_wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec), *images))
-    for sentence in describe_unused(read_config(path), checkpoint.names):
+    for sentence in (*describe_unused(read_config(path), checkpoint.names), *describe_pairs(path)):
         _log.warning("%s", sentence)
     return model
 

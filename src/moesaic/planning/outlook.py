@@ -61,7 +61,7 @@ def choose_groups(model: ModelSizes, bits: int) -> str | None:
     """The type of integers of 4 or 8 bits in which other versions of a model are published: in groups of 128
     numbers, or the widest that its experts' rows are multiples of. None: no groups fit."""
     numbers = math.gcd(model.hidden, model.expert_width)
-    types = (name for name in GROUP_TYPES if name.startswith(f"int{bits}_"))
+    types = (name for name in GROUP_TYPES if name.startswith(f"int{bits}_g"))
     return next((name for name in types if numbers % BLOCK_TYPES[name].numbers == 0), None)
 
 

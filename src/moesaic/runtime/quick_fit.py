@@ -6,12 +6,14 @@ from moesaic.config import ClusterConfig, WorkerConfig
 from moesaic.core.errors import MoesaicError
 from moesaic.cost.reading import read
 from moesaic.models import files
+from moesaic.models.gguf.pairs import list_pairs
 from moesaic.runtime.machine import available_memory
 
 MOST_GROWTH = 2
 """Bytes of weights in memory for each byte of the files, at most: 16 bits become float32."""
 MOST_WIDENING = 13
-"""The same of quantised weights with kernels that make them float32: those of Q2_K have 2.6 bits."""
+"""The same of quantised weights with kernels that make them float32, or with some that are converted: those
+of Q2_K have 2.6 bits."""
 WIDENING_KERNELS = ("reference", "amx_bf16")
 """How the names of such kernels begin."""
 PROCESS_BYTES = 1 << 30
@@ -43,7 +45,9 @@ def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> b
         sizes = read(raw, config.model.model)
     except MoesaicError:
         return False  # the loader says what is wrong
-    is_widened = len(raw) < len(config_json) and config.model.kernels.startswith(WIDENING_KERNELS)
+    is_widened = len(raw) < len(config_json) and (
+        config.model.kernels.startswith(WIDENING_KERNELS) or bool(list_pairs(path))
+    )
     growth = MOST_WIDENING if is_widened else MOST_GROWTH
     weights = workers * growth * sum(file.stat().st_size for file in weight_files)
     left = available_memory() - weights - processes * PROCESS_BYTES

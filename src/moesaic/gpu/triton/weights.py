@@ -141,6 +141,8 @@ def weight_tile(base, lines, count, step, size, line, KIND: tl.constexpr, STEP: 
         return _quantized_tile(base, lines, count, step, size, line, "e2m1", 32, 0, 640, STEP)
     elif KIND == "int8_16":
         return _quantized_tile(base, lines, count, step, size, line, "int8", 16, 0, 1280, STEP)
+    elif KIND == "int8_16_offset":
+        return _quantized_tile(base, lines, count, step, size, line, "uint8", 16, 1, 1536, STEP)
     else:
         inner = step + tl.arange(0, STEP)
         mask = (lines < count)[:, None] & (inner < size)[None, :]

@@ -16,6 +16,7 @@ from moesaic.core.weight_types import BLOCK_TYPES
 from moesaic.kernels import blocks
 from moesaic.models.config import Fields
 from moesaic.models.gguf.blocks import BLOCKS, NUMBERS
+from moesaic.models.gguf.pairs import find_common_type
 from moesaic.models.quantization.scheme import Array, CodedMatrix, Floats, Kinds, Matrix, Part
 
 EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)")
@@ -47,7 +48,7 @@ class Gguf:
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
         kind = kinds(f"{name}.weight")
         if kind is not None:
-            return self._plain(name, rows, columns, kind)
+            return self._plain(name, rows, columns, kind, kinds)
         if name.endswith(".in_proj_qkvz"):
             return self._by_head(name, rows, columns, kinds)
         expert = EXPERT.fullmatch(name)
@@ -107,13 +108,15 @@ class Gguf:
         last = np.arange(first, rows).reshape(values // keys, keys, -1).swapaxes(0, 1).reshape(-1)
         return np.concatenate([np.arange(first), last])
 
-    def _plain(self, name: str, rows: int, columns: int, kind: str) -> Matrix | None:
+    def _plain(self, name: str, rows: int, columns: int, kind: str, kinds: Kinds) -> Matrix | None:
+        part, common_type = Part(f"{name}.weight", (kind,), (rows, columns)), find_common_type(name, kinds)
+        if common_type is not None:
+            return _as_common_type(name, rows, columns, part, common_type)
         order, column_order = self._order(name, rows), None
         if self.has_tiled_heads and name.endswith(".linear_attn.out_proj"):
             column_order = self._order_value_heads(name, columns)
         if order is None and column_order is None and kind in NUMBERS:
             return None
-        part = Part(f"{name}.weight", (kind,), (rows, columns))
         dtype, make = "float32" if kind in NUMBERS else BLOCKS[kind], _make_rows(order)
         if column_order is not None:
             dtype, make = _make_columns(kind, column_order)
@@ -154,7 +157,9 @@ class Gguf:
         kind = kinds(tensor)
         if kind is None or kind in NUMBERS:
             return None
-        part = Part(tensor, (kind,), shape, index)
+        part, common_type = Part(tensor, (kind,), shape, index), find_common_type(tensor, kinds)
+        if common_type is not None:
+            return _as_common_type(name, rows, columns, part, common_type)
         return Matrix(name, rows, columns, BLOCKS[kind], (part,), _keep, is_stored=True)
 
     def _halves(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
@@ -171,6 +176,16 @@ class Gguf:
 
 def _keep(array: Array) -> Array:
     return array
+
+
+def _as_common_type(name: str, rows: int, columns: int, part: Part, dtype: str) -> Matrix:
+    """A gate or an up in a type that holds its numbers, and those of its partner."""
+    block_type = BLOCKS[part.dtypes[0]]
+
+    def make(array: Array) -> CodedMatrix:
+        return CodedMatrix(*blocks.decode_as(dtype, block_type, array))
+
+    return Matrix(name, rows, columns, dtype, (part,), make)
 
 
 def _make_rows(order: Order | None) -> Make:
@@ -195,7 +210,7 @@ def _make_columns(kind: str, order: Order) -> tuple[str, Make]:
     if moved_blocks is not None:
         return dtype, partial(_reorder_blocks, moved_blocks)
     moved_groups = _whole_groups(order, block.group)
-    if moved_groups is not None and block.conversion != "float32":
+    if moved_groups is not None:
         return block.conversion, partial(_reorder_groups, dtype, order, moved_groups)
     return "float32", partial(_reorder_columns, kind, order)
 

@@ -66,9 +66,8 @@ class PackedIntegers:
             return Matrix(
                 name, rows, columns, "float32", tuple(parts), partial(self._make_ordered, rows, columns)
             )
-        dtype = None
-        if self.bits == 4 or self.symmetric:  # blocks have no room for zero points of eight bits
-            dtype = choose_group_type(self.bits, self.group, columns, kinds, f"{name}.weight_scale")
+        scales = f"{name}.weight_scale"
+        dtype = choose_group_type(self.bits, self.group, columns, self.symmetric, kinds, scales)
         dtype = dtype or f"int{self.bits}" + ("" if self.symmetric else "_offset")
         return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._make, dtype, rows, columns))
 
@@ -109,7 +108,7 @@ class PackedIntegers:
         zero_points = None if zeros is None else self._unpack_zeros(zeros, rows)
         if dtype in GROUP_TYPES:
             packed_codes: Bytes = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
-            if self.bits == 8:
+            if zero_points is None and self.bits == 8:
                 return pack_groups(dtype, packed_codes ^ SIGN, scales)
             return pack_groups(dtype, packed_codes, scales, MIDDLE if zero_points is None else zero_points)
         codes = unpack(words, self.bits, columns)
@@ -144,14 +143,24 @@ class PlainIntegers:
         ]
         if not self.symmetric:
             parts.append(Part(f"{name}.weight_zero_point", ("I8",), (rows, groups)))
-            return Matrix(name, rows, columns, "int8_offset", tuple(parts), self._make)
-        dtype = choose_group_type(8, self.group, columns, kinds, f"{name}.weight_scale")
+        scales = f"{name}.weight_scale"
+        dtype = choose_group_type(8, self.group, columns, self.symmetric, kinds, scales)
         if dtype is None:
-            return Matrix(name, rows, columns, "int8", tuple(parts), self._make)
+            dtype = "int8" if self.symmetric else "int8_offset"
+            return Matrix(name, rows, columns, dtype, tuple(parts), self._make)
         return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._make_blocks, dtype))
 
-    def _make_blocks(self, dtype: str, codes: npt.NDArray[np.int8], scales: Floats) -> Bytes:
-        return pack_groups(dtype, np.ascontiguousarray(codes).view(np.uint8), scales)
+    def _make_blocks(
+        self,
+        dtype: str,
+        codes: npt.NDArray[np.int8],
+        scales: Floats,
+        zeros: npt.NDArray[np.int8] | None = None,
+    ) -> Bytes:
+        code_bytes: Bytes = np.ascontiguousarray(codes).view(np.uint8)
+        if zeros is None:
+            return pack_groups(dtype, code_bytes, scales)
+        return pack_groups(dtype, code_bytes ^ SIGN, scales, zeros.view(np.uint8) ^ SIGN)
 
     def _make(
         self, codes: npt.NDArray[np.int8], scales: Floats, zeros: npt.NDArray[np.int8] | None = None

@@ -60,13 +60,12 @@ class Gptq:
             Part(f"{name}.qzeros", ("I32",), (groups, -(-rows // per_word))),
             Part(f"{name}.scales", FLOATS, (groups, rows)),
         ]
-        if self.act_order or kinds(f"{name}.g_idx") is not None:
+        in_any_order = self.act_order and groups > 1
+        if in_any_order or kinds(f"{name}.g_idx") is not None:
             parts.append(Part(f"{name}.g_idx", ("I32",), (columns,)))
-        if self.act_order:
+        if in_any_order:
             return Matrix(name, rows, columns, "float32", tuple(parts), partial(self._any_order, columns))
-        dtype = None
-        if self.bits == 4 or self.symmetric:
-            dtype = choose_group_type(self.bits, self.group, columns, kinds, f"{name}.scales")
+        dtype = choose_group_type(self.bits, self.group, columns, self.symmetric, kinds, f"{name}.scales")
         if dtype is None:
             dtype = f"int{self.bits}_offset"
             return Matrix(name, rows, columns, dtype, tuple(parts), partial(self._in_order, columns))
@@ -100,10 +99,12 @@ class Gptq:
         packed_codes = np.ascontiguousarray(words.T).view(np.uint8)
         if self.bits == 4:
             return _pack_int4(dtype, packed_codes, scales, zero_points)
+        if not self.symmetric:
+            return pack_groups(dtype, packed_codes, scales.T, zero_points)
         wrong = zero_points[zero_points != SIGN]
         if len(wrong):
             raise CheckpointError(f"qzeros: got a zero point of {wrong[0]}; allowed with sym: {SIGN}")
-        return pack_groups(dtype, packed_codes ^ SIGN, np.ascontiguousarray(scales.T))
+        return pack_groups(dtype, packed_codes ^ SIGN, scales.T)
 
     def _in_order(
         self, columns: int, words: Words, zeros: Words, scales: Floats, group_of: Words | None = None
@@ -129,7 +130,9 @@ class Gptq:
 def _check_order(columns: int, groups: int, group_of: Words | None) -> None:
     """Raises CheckpointError unless groups are columns side by side. group_of: the group of each column."""
     if group_of is not None and not np.array_equal(group_of, np.arange(columns) // -(-columns // groups)):
-        raise CheckpointError("g_idx: columns in another order; allowed: only with desc_act")
+        raise CheckpointError(
+            "g_idx: columns in another order; allowed: only with desc_act, without static_groups"
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ class Awq:
             Part(f"{name}.qzeros", ("I32",), (groups, -(-rows // 8))),
             Part(f"{name}.scales", FLOATS, (groups, rows)),
         )
-        dtype = choose_group_type(4, self.group, columns, kinds, f"{name}.scales")
+        dtype = choose_group_type(4, self.group, columns, False, kinds, f"{name}.scales")
         if dtype is None:
             return Matrix(name, rows, columns, "int4_offset", parts, self._code)
         return Matrix(name, rows, columns, dtype, parts, partial(self._in_blocks, dtype))
@@ -217,13 +220,15 @@ def _bits(fields: Fields) -> int:
 def parse_gptq(fields: Fields) -> Gptq:
     """Reads quantization_config with quant_method "gptq"."""
     bits, group = _bits(fields), _group(fields, "group_size")
-    act_order, symmetric = fields.flag("desc_act", False), fields.flag("sym", False)
+    # Static groups are columns side by side, whatever the order in which columns were rounded.
+    act_order = fields.flag("desc_act", False) and not fields.flag("static_groups", False)
+    symmetric = fields.flag("sym", False)
     fields.require_value("checkpoint_format", "gptq", "gptq_v2", None)
     fields.require_value("is_marlin_format", False, None)
     zero_point_offset = 0 if fields.raw("checkpoint_format", None) == "gptq_v2" else 1
     fields.require_value("lm_head", False)
     for name in fields.names:
-        fields.ignore(name)  # how it was made: dataset, damp_percent, static_groups and others
+        fields.ignore(name)  # how it was made: dataset, damp_percent and others
     fields.refuse_unread()
     return Gptq(bits, group, zero_point_offset, act_order, symmetric)
 

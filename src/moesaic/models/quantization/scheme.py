@@ -16,6 +16,7 @@ import numpy.typing as npt
 from moesaic.core.errors import CheckpointError
 from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, group_numbers, is_quantized
 from moesaic.kernels import blocks
+from moesaic.kernels.blocks import OFFSET_GROUP
 from moesaic.kernels.quantized_layout import TABLES, dequantize, pack
 from moesaic.models.gguf.blocks import BLOCKS, row_bytes
 
@@ -300,15 +301,19 @@ def groups_of(name: str, columns: int, size: int, unit: int) -> int:
     return columns // size
 
 
-def choose_group_type(bits: int, size: int, columns: int, kinds: Kinds, scales: str) -> str | None:
-    """The type of BLOCK_TYPES for integers whose groups have a zero point and a scale of 16 bits.
+def choose_group_type(
+    bits: int, size: int, columns: int, symmetric: bool, kinds: Kinds, scales: str
+) -> str | None:
+    """The type of BLOCK_TYPES for integers in groups with scales, and zero points where not `symmetric`.
 
-    None: none has groups that fit, or scales are not of 16 bits. size: numbers of a group; -1: a row is one.
-    scales: the name of their tensor.
+    None: none has groups that fit, or scales are not of 16 bits. A type with zero points of eight bits has
+    scales of 32. size: numbers of a group; -1: a row is one. scales: the name of their tensor.
     """
+    numbers = columns if size == -1 else math.gcd(size, columns)
+    if bits == 8 and not symmetric:
+        return OFFSET_GROUP if numbers % BLOCK_TYPES[OFFSET_GROUP].numbers == 0 else None
     if kinds(scales) == "F32":
         return None
-    numbers = columns if size == -1 else math.gcd(size, columns)
     types = (f"int{bits}_g{group}" for group in GROUP_SIZES if numbers % group == 0)
     return next((dtype for dtype in types if dtype in BLOCK_TYPES), None)
 

@@ -26,7 +26,7 @@ from moesaic.core.weight_types import (
     row_bytes,
     split_dtype,
 )
-from moesaic.kernels.blocks import SCALES
+from moesaic.kernels.blocks import OFFSET_GROUP, SCALES
 from moesaic.kernels.compressed_layout import compress
 from moesaic.kernels.quantized_layout import pack
 from moesaic.kernels.table import Kernels
@@ -286,6 +286,10 @@ def _random_blocks(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     rows, columns = shape
     stored_rows = torch.randint(256, (rows, row_bytes(kind, columns)), dtype=torch.uint8)
     blocks = stored_rows.view(-1, BLOCK_TYPES[kind].size)
+    if kind == OFFSET_GROUP:
+        scales = random((len(blocks), 1), torch.float32, "cpu").view(torch.uint8)
+        blocks[:, 1 : 1 + scales.shape[1]] = scales
+        return stored_rows
     if kind not in SCALES:  # an exponent of one byte, with 127 for 1
         blocks[:, 0] = 122
         return stored_rows

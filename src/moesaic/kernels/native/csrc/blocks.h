@@ -26,10 +26,11 @@ struct Blocks {
     static constexpr int64_t kGroups = kNumbers / kGroup;               // of a block
     static constexpr int64_t bytes(int64_t numbers) { return (numbers + kNumbers - 1) / kNumbers * kBytes; }
     static MOESAIC_INLINE float scale_of(const uint8_t* block) { return half_at(block + kScale); }
+    static MOESAIC_INLINE float offset_of(const uint8_t*) { return 0; }
 };
 
-typedef uint8_t Sixteen __attribute__((vector_size(16)));
-typedef uint8_t Thirty2 __attribute__((vector_size(32)));
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+typedef uint8_t Bytes32 __attribute__((vector_size(32)));
 
 template <class V>
 MOESAIC_INLINE V codes_at(const uint8_t* p) {
@@ -50,8 +51,8 @@ MOESAIC_INLINE V shifted(V x) {
 
 // Calls use(integral constant) for 0 to kCount - 1.
 template <int kCount, int i = 0, class Use>
-MOESAIC_INLINE void each(const Use& use) {
-    if constexpr (i < kCount) use(std::integral_constant<int, i>{}), each<kCount, i + 1>(use);
+MOESAIC_INLINE void unroll(const Use& use) {
+    if constexpr (i < kCount) use(std::integral_constant<int, i>{}), unroll<kCount, i + 1>(use);
 }
 
 // A number times eight factors, which are integers of eight bits.
@@ -72,22 +73,22 @@ MOESAIC_INLINE void multiply_eight(uint64_t factors, float number, float* out) {
 constexpr uint64_t kLowHalves = 0x0f0f0f0f0f0f0f0fu;  // of bytes
 
 // Subtracts 32 from eight bytes, which are less than 64 before.
-MOESAIC_INLINE uint64_t less_32(uint64_t bytes) {
+MOESAIC_INLINE uint64_t subtract_32(uint64_t bytes) {
     constexpr uint64_t kSigns = 0x8080808080808080u;  // no subtraction borrows from the next byte
     return ((bytes | kSigns) - 0x2020202020202020u) ^ kSigns;
 }
 
-MOESAIC_INLINE uint64_t eight_bytes(const uint8_t* p) {
+MOESAIC_INLINE uint64_t load_8_bytes(const uint8_t* p) {
     uint64_t bytes;
     std::memcpy(&bytes, p, 8);
     return bytes;
 }
 
 // 16 codes of four bits, replaced by what a table says.
-MOESAIC_INLINE Sixteen look_up(const int8_t (&table)[16], Sixteen codes) {
+MOESAIC_INLINE Bytes16 look_up(const int8_t (&table)[16], Bytes16 codes) {
 #if defined(__AVX2__)
     __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-    return Sixteen(_mm_shuffle_epi8(numbers, __m128i(codes)));
+    return Bytes16(_mm_shuffle_epi8(numbers, __m128i(codes)));
 #else
     for (int i = 0; i < 16; i++) codes[i] = uint8_t(table[codes[i]]);
     return codes;
@@ -95,25 +96,25 @@ MOESAIC_INLINE Sixteen look_up(const int8_t (&table)[16], Sixteen codes) {
 }
 
 // 16 for each set bit of two bytes, 0 for each other one.
-MOESAIC_INLINE Sixteen sixteens(const uint8_t* bits) {
-    constexpr Sixteen kBit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+MOESAIC_INLINE Bytes16 fifth_bits(const uint8_t* bits) {
+    constexpr Bytes16 kBit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
 #if defined(__AVX2__)
-    uint16_t both;
-    std::memcpy(&both, bits, 2);
+    uint16_t all_bits;
+    std::memcpy(&all_bits, bits, 2);
     const __m128i places = _mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
-    Sixteen bytes = Sixteen(_mm_shuffle_epi8(_mm_cvtsi32_si128(both), places));
+    Bytes16 bytes = Bytes16(_mm_shuffle_epi8(_mm_cvtsi32_si128(all_bits), places));
 #else
-    Sixteen bytes;
+    Bytes16 bytes;
     for (int i = 0; i < 16; i++) bytes[i] = bits[i / 8];
 #endif
-    return Sixteen((bytes & kBit) == kBit) & 16;
+    return Bytes16((bytes & kBit) == kBit) & 16;
 }
 
 // A byte of `even`, then one of `odd`, and so on.
-MOESAIC_INLINE void put_in_turn(Sixteen even, Sixteen odd, uint8_t* out) {
+MOESAIC_INLINE void put_interleaved(Bytes16 even, Bytes16 odd, uint8_t* out) {
 #if defined(__AVX2__)
-    put_codes(out, Sixteen(_mm_unpacklo_epi8(__m128i(even), __m128i(odd))));
-    put_codes(out + 16, Sixteen(_mm_unpackhi_epi8(__m128i(even), __m128i(odd))));
+    put_codes(out, Bytes16(_mm_unpacklo_epi8(__m128i(even), __m128i(odd))));
+    put_codes(out + 16, Bytes16(_mm_unpackhi_epi8(__m128i(even), __m128i(odd))));
 #else
     for (int i = 0; i < 16; i++) out[2 * i] = even[i], out[2 * i + 1] = odd[i];
 #endif
@@ -121,7 +122,7 @@ MOESAIC_INLINE void put_in_turn(Sixteen even, Sixteen odd, uint8_t* out) {
 
 struct Q8_0 : Blocks<Int8, 32, 34> {
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        put_codes(codes, codes_at<Thirty2>(block + 2));
+        put_codes(codes, codes_at<Bytes32>(block + 2));
     }
 };
 
@@ -130,31 +131,31 @@ struct Q4_0 : Blocks<Int4, 32, 18> {
 };
 
 struct Q4_1 : Blocks<Int4Offset, 32, 20> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 4, 16); }
 };
 
 struct Q5_0 : Blocks<Int8, 32, 22> {
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        Sixteen both = codes_at<Sixteen>(block + 6);
-        put_codes(codes, ((both & 15) | sixteens(block + 2)) - 16);
-        put_codes(codes + 16, (both >> 4 | sixteens(block + 4)) - 16);
+        Bytes16 halves = codes_at<Bytes16>(block + 6);
+        put_codes(codes, ((halves & 15) | fifth_bits(block + 2)) - 16);
+        put_codes(codes + 16, (halves >> 4 | fifth_bits(block + 4)) - 16);
     }
 };
 
 struct Q5_1 : Blocks<Int8Offset, 32, 24> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        Sixteen both = codes_at<Sixteen>(block + 8);
-        put_codes(codes, (both & 15) | sixteens(block + 4));
-        put_codes(codes + 16, both >> 4 | sixteens(block + 6));
+        Bytes16 halves = codes_at<Bytes16>(block + 8);
+        put_codes(codes, (halves & 15) | fifth_bits(block + 4));
+        put_codes(codes + 16, halves >> 4 | fifth_bits(block + 6));
     }
 };
 
 // What a table says for the low halves of 16 bytes, then for the high ones.
 MOESAIC_INLINE void put_numbers(const int8_t (&table)[16], const uint8_t* from, uint8_t* codes) {
-    Sixteen both = codes_at<Sixteen>(from);
-    put_codes(codes, look_up(table, both & 15)), put_codes(codes + 16, look_up(table, both >> 4));
+    Bytes16 halves = codes_at<Bytes16>(from);
+    put_codes(codes, look_up(table, halves & 15)), put_codes(codes + 16, look_up(table, halves >> 4));
 }
 
 struct Iq4Nl : Blocks<Int8, 32, 18> {
@@ -191,21 +192,22 @@ struct Mxfp4Integers : Blocks<Int8, 32, 17> {
 MOESAIC_INLINE void put_six_bits(const uint8_t* from, float scale, float minimum, float* scales, float* offsets) {
     uint32_t low, middle, high;
     std::memcpy(&low, from, 4), std::memcpy(&middle, from + 4, 4), std::memcpy(&high, from + 8, 4);
-    auto eight = [](uint64_t first, uint64_t fours, uint64_t tops) MOESAIC_INLINE_LAMBDA {
-        return (first & 0x3f3f3f3fu) | ((fours & 0x0f0f0f0fu) | (tops >> 2 & 0x30303030u)) << 32;
+    // Four factors have their bits together. The others have four low bits in one place, and two top bits in another.
+    auto join_factors = [](uint64_t first_four, uint64_t low_bits, uint64_t top_bits) MOESAIC_INLINE_LAMBDA {
+        return (first_four & 0x3f3f3f3fu) | ((low_bits & 0x0f0f0f0fu) | (top_bits >> 2 & 0x30303030u)) << 32;
     };
-    uint64_t of_scales = eight(low, high, low), of_minima = eight(middle, high >> 4, middle);
+    uint64_t of_scales = join_factors(low, high, low), of_minima = join_factors(middle, high >> 4, middle);
     multiply_eight<false>(of_scales, scale, scales), multiply_eight<false>(of_minima, -minimum, offsets);
 }
 
 struct Q4_K : Blocks<Int4Offset, 256, 144> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         put_six_bits(block + 4, scale, minimum, scales, offsets);
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {  // the low halves of 32 bytes are a group, the high ones the next
-            Sixteen first = codes_at<Sixteen>(block + 16 + 32 * i), second = codes_at<Sixteen>(block + 32 + 32 * i);
+        unroll<4>([&](auto i) MOESAIC_INLINE_LAMBDA {  // the low halves of 32 bytes are a group, the high ones the next
+            Bytes16 first = codes_at<Bytes16>(block + 16 + 32 * i), second = codes_at<Bytes16>(block + 32 + 32 * i);
             put_codes(codes + 32 * i, (first & 15) | (shifted<4>(second) & 0xf0));
             put_codes(codes + 32 * i + 16, (shifted<-4>(first) & 15) | (second & 0xf0));
         });
@@ -213,50 +215,50 @@ struct Q4_K : Blocks<Int4Offset, 256, 144> {
 };
 
 struct Q5_K : Blocks<Int8Offset, 256, 176> {
-    static constexpr int64_t kOffset = 2;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 2); }
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         put_six_bits(block + 4, scale, minimum, scales, offsets);
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        Thirty2 fifth = codes_at<Thirty2>(block + 16);
-        each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
-            Thirty2 both = codes_at<Thirty2>(block + 48 + 32 * i);
-            put_codes(codes + 64 * i, (both & 15) | (shifted<4 - 2 * i>(fifth) & 16));
-            put_codes(codes + 64 * i + 32, (shifted<-4>(both) & 15) | (shifted<3 - 2 * i>(fifth) & 16));
+        Bytes32 top_bits = codes_at<Bytes32>(block + 16);
+        unroll<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+            Bytes32 halves = codes_at<Bytes32>(block + 48 + 32 * i);
+            put_codes(codes + 64 * i, (halves & 15) | (shifted<4 - 2 * i>(top_bits) & 16));
+            put_codes(codes + 64 * i + 32, (shifted<-4>(halves) & 15) | (shifted<3 - 2 * i>(top_bits) & 16));
         });
     }
 };
 
 struct Q6_K : Blocks<Int8Of16, 256, 210, 208> {
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float, float* scales, float*) {
-        multiply_eight<true>(eight_bytes(block + 192), scale, scales);
-        multiply_eight<true>(eight_bytes(block + 200), scale, scales + 8);
+        multiply_eight<true>(load_8_bytes(block + 192), scale, scales);
+        multiply_eight<true>(load_8_bytes(block + 200), scale, scales + 8);
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
         MOESAIC_UNROLL for (int half = 0; half < 2; half++, codes += 128) {
-            Thirty2 top = codes_at<Thirty2>(block + 128 + 32 * half);
-            each<2>([&](auto i) MOESAIC_INLINE_LAMBDA {
-                Thirty2 both = codes_at<Thirty2>(block + 64 * half + 32 * i);
-                put_codes(codes + 32 * i, ((both & 15) | (shifted<4 - 2 * i>(top) & 48)) - 32);
-                put_codes(codes + 64 + 32 * i, ((shifted<-4>(both) & 15) | (shifted<-2 * i>(top) & 48)) - 32);
+            Bytes32 top_bits = codes_at<Bytes32>(block + 128 + 32 * half);
+            unroll<2>([&](auto i) MOESAIC_INLINE_LAMBDA {
+                Bytes32 halves = codes_at<Bytes32>(block + 64 * half + 32 * i);
+                put_codes(codes + 32 * i, ((halves & 15) | (shifted<4 - 2 * i>(top_bits) & 48)) - 32);
+                put_codes(codes + 64 + 32 * i, ((shifted<-4>(halves) & 15) | (shifted<-2 * i>(top_bits) & 48)) - 32);
             });
         }
     }
 };
 
 struct Q2_K : Blocks<Int8Of16Offset, 256, 84, 80> {
-    static constexpr int64_t kOffset = 82;
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return half_at(block + 82); }
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float minimum, float* scales, float* offsets) {
         MOESAIC_UNROLL for (int i = 0; i < 16; i += 8) {
-            uint64_t both = eight_bytes(block + i), low = both & kLowHalves, high = both >> 4 & kLowHalves;
+            uint64_t halves = load_8_bytes(block + i), low = halves & kLowHalves, high = halves >> 4 & kLowHalves;
             multiply_eight<false>(low, scale, scales + i), multiply_eight<false>(high, -minimum, offsets + i);
         }
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
         MOESAIC_UNROLL for (int half = 0; half < 2; half++) {
-            Thirty2 fours = codes_at<Thirty2>(block + 16 + 32 * half);
-            each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
-                put_codes(codes + 128 * half + 32 * i, shifted<-2 * i>(fours) & 3);
+            Bytes32 quarters = codes_at<Bytes32>(block + 16 + 32 * half);
+            unroll<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+                put_codes(codes + 128 * half + 32 * i, shifted<-2 * i>(quarters) & 3);
             });
         }
     }
@@ -264,22 +266,22 @@ struct Q2_K : Blocks<Int8Of16Offset, 256, 84, 80> {
 
 struct Q3_K : Blocks<Int8Of16, 256, 110, 108> {
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float, float* scales, float*) {
-        uint64_t low = eight_bytes(block + 96);
-        uint32_t top;
-        std::memcpy(&top, block + 104, 4);
+        uint64_t low = load_8_bytes(block + 96);
+        uint32_t top_bits;
+        std::memcpy(&top_bits, block + 104, 4);
         MOESAIC_UNROLL for (int i = 0; i < 2; i++) {  // eight groups
-            uint64_t first = top >> 4 * i & 0x03030303u, second = top >> (4 * i + 2) & 0x03030303u;
+            uint64_t first = top_bits >> 4 * i & 0x03030303u, second = top_bits >> (4 * i + 2) & 0x03030303u;
             uint64_t factors = (low >> 4 * i & kLowHalves) | (first | second << 32) << 4;
-            multiply_eight<true>(less_32(factors), scale, scales + 8 * i);
+            multiply_eight<true>(subtract_32(factors), scale, scales + 8 * i);
         }
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        Thirty2 third = codes_at<Thirty2>(block);
-        each<2>([&](auto half) MOESAIC_INLINE_LAMBDA {
-            Thirty2 fours = codes_at<Thirty2>(block + 32 + 32 * half);
-            each<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
-                Thirty2 top = shifted<2 - 4 * half - i>(third) & 4;
-                put_codes(codes + 128 * half + 32 * i, ((shifted<-2 * i>(fours) & 3) | top) - 4);
+        Bytes32 third_bits = codes_at<Bytes32>(block);
+        unroll<2>([&](auto half) MOESAIC_INLINE_LAMBDA {
+            Bytes32 quarters = codes_at<Bytes32>(block + 32 + 32 * half);
+            unroll<4>([&](auto i) MOESAIC_INLINE_LAMBDA {
+                Bytes32 top_bits = shifted<2 - 4 * half - i>(third_bits) & 4;
+                put_codes(codes + 128 * half + 32 * i, ((shifted<-2 * i>(quarters) & 3) | top_bits) - 4);
             });
         });
     }
@@ -287,14 +289,14 @@ struct Q3_K : Blocks<Int8Of16, 256, 110, 108> {
 
 struct Iq4Xs : Blocks<Int8, 256, 136> {
     static MOESAIC_INLINE void put_scales(const uint8_t* block, float scale, float, float* scales, float*) {
-        uint16_t top;
+        uint16_t top_bits;
         uint32_t halves;
-        std::memcpy(&top, block + 2, 2), std::memcpy(&halves, block + 4, 4);
+        std::memcpy(&top_bits, block + 2, 2), std::memcpy(&halves, block + 4, 4);
         uint64_t factors = 0;
         MOESAIC_UNROLL for (int i = 0; i < 8; i++) {
-            factors |= uint64_t((halves >> 4 * i & 15) | (top >> 2 * i & 3) << 4) << 8 * i;
+            factors |= uint64_t((halves >> 4 * i & 15) | (top_bits >> 2 * i & 3) << 4) << 8 * i;
         }
-        multiply_eight<true>(less_32(factors), scale, scales);
+        multiply_eight<true>(subtract_32(factors), scale, scales);
     }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
         MOESAIC_UNROLL for (int i = 0; i < 8; i++) put_numbers(Nibble<Values::kUneven>::kTable, block + 8 + 16 * i, codes + 32 * i);
@@ -322,8 +324,8 @@ struct Int4Group : IntegerGroup<kNumbersOf, 3 + kNumbersOf / 2> {
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
         uint8_t zero = block[0] & 15;
         MOESAIC_UNROLL for (int64_t i = 0; i < kNumbersOf / 2; i += 16, codes += 32) {
-            Sixteen both = codes_at<Sixteen>(block + 3 + i);
-            put_in_turn((both & 15) - zero, (both >> 4) - zero, codes);
+            Bytes16 halves = codes_at<Bytes16>(block + 3 + i);
+            put_interleaved((halves & 15) - zero, (halves >> 4) - zero, codes);
         }
     }
 };
@@ -333,13 +335,29 @@ using Int4By32 = Int4Group<32>;
 
 struct Int8By128 : IntegerGroup<128, 131> {
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        MOESAIC_UNROLL for (int64_t i = 0; i < 128; i += 32) put_codes(codes + i, codes_at<Thirty2>(block + kHead + i));
+        MOESAIC_UNROLL for (int64_t i = 0; i < 128; i += 32) put_codes(codes + i, codes_at<Bytes32>(block + kHead + i));
+    }
+};
+
+// Integers without a sign, with a zero point in the first byte and a scale in float32.
+struct Int8OffsetBy128 : Blocks<Int8Offset, 128, 133> {
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) {
+        float scale;
+        std::memcpy(&scale, block + 1, 4);
+        return scale;
+    }
+    static MOESAIC_INLINE float offset_of(const uint8_t* block) { return -(scale_of(block) * float(block[0])); }
+    static MOESAIC_INLINE void put_scales(const uint8_t*, float scale, float offset, float* scales, float* offsets) {
+        MOESAIC_UNROLL for (int64_t i = 0; i < kGroups; i++) scales[i] = scale, offsets[i] = offset;
+    }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
+        MOESAIC_UNROLL for (int64_t i = 0; i < 128; i += 32) put_codes(codes + i, codes_at<Bytes32>(block + 5 + i));
     }
 };
 
 #define MOESAIC_BLOCKS(use)                                                                                           \
     use(Q8_0) use(Q4_0) use(Q4_1) use(Q5_0) use(Q5_1) use(Q2_K) use(Q3_K) use(Q4_K) use(Q5_K) use(Q6_K) use(Iq4Nl)    \
-    use(Iq4Xs) use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128)
+    use(Iq4Xs) use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128) use(Int8OffsetBy128)
 
 #define MOESAIC_IS_BLOCKS(T)               \
     template <>                            \
@@ -359,6 +377,7 @@ auto with_quantized(moesaic::Stored stored, const Use& use) {
         case moesaic::Stored::kInt4: return use(static_cast<Int4*>(nullptr));
         case moesaic::Stored::kInt4Offset: return use(static_cast<Int4Offset*>(nullptr));
         case moesaic::Stored::kInt8Of16: return use(static_cast<Int8Of16*>(nullptr));
+        case moesaic::Stored::kInt8Of16Offset: return use(static_cast<Int8Of16Offset*>(nullptr));
 #define MOESAIC_CASE(T) \
     case moesaic::Stored::k##T: return use(static_cast<T*>(nullptr));
             MOESAIC_BLOCKS(MOESAIC_CASE)
@@ -377,8 +396,7 @@ MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, con
     uint8_t* codes = out + As::kHead * groups;
     for (int64_t i = 0; i < count; i += T::kNumbers, from += T::kBytes) {
         passing();
-        float scale = T::scale_of(from), offset = 0;
-        if constexpr (As::kHasOffset) offset = half_at(from + T::kOffset);
+        float scale = T::scale_of(from), offset = T::offset_of(from);
         if constexpr (T::kNumbers == 32) {
             *scales = scale;
             if constexpr (As::kHasOffset) *offsets = offset;

@@ -24,7 +24,8 @@ struct PlainBlocks {
     PlainBlocks(const T* blocks, int64_t count) : groups(count / kNumbers), first(&blocks->byte) {}
     MOESAIC_INLINE GroupOf<As> numbers(int64_t group) const {
         const uint8_t* block = first + group * kBytes;
-        return {Dequantizer<As>({set1(T::scale_of(block) * kUnit<As::kValues>), zero()}), block + kAt};
+        Affine affine{set1(T::scale_of(block) * kUnit<As::kValues>), set1(T::offset_of(block))};
+        return {Dequantizer<As>(affine), block + kAt};
     }
 };
 
@@ -41,9 +42,7 @@ struct Factors {
     Factors() = default;
     MOESAIC_INLINE Factors(const uint8_t* block, int64_t count) {
         for (int64_t i = 0; i < count; i += T::kNumbers, block += T::kBytes) {
-            float offset = 0;
-            if constexpr (T::As::kHasOffset) offset = half_at(block + T::kOffset);
-            T::put_scales(block, T::scale_of(block), offset, scales + i / T::kGroup, offsets + i / T::kGroup);
+            T::put_scales(block, T::scale_of(block), T::offset_of(block), scales + i / T::kGroup, offsets + i / T::kGroup);
         }
     }
 };
@@ -147,6 +146,7 @@ MOESAIC_PLAIN(Q8_0, Int8, 2)
 MOESAIC_PLAIN(Q4_0, Int4, 2)
 MOESAIC_PLAIN(Mxfp4Blocks, Mxfp4, 1)
 MOESAIC_PLAIN(Int8By128, Int8, 3)
+MOESAIC_PLAIN(Int8OffsetBy128, Int8Offset, 5)
 #if defined(MOESAIC_AVX512)
 MOESAIC_PLAIN(Iq4Nl, Uneven4, 2)
 #endif
@@ -166,6 +166,7 @@ MOESAIC_IS_DIRECT(Int4By128)
 MOESAIC_IS_DIRECT(Int4By64)
 MOESAIC_IS_DIRECT(Int4By32)
 MOESAIC_IS_DIRECT(Int8By128)
+MOESAIC_IS_DIRECT(Int8OffsetBy128)
 #if defined(MOESAIC_AVX512)  // AVX2 takes about as long to look numbers of four bits up as to unpack them
 MOESAIC_IS_DIRECT(Q4_K)
 MOESAIC_IS_DIRECT(Iq4Nl)

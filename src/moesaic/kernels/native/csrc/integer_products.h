@@ -15,6 +15,7 @@ struct Rounded {
             case moesaic::Stored::kInt8Offset: return use(static_cast<Integer<Int8Offset>*>(nullptr));
             case moesaic::Stored::kInt4: return use(static_cast<Integer<Int4>*>(nullptr));
             case moesaic::Stored::kInt4Offset: return use(static_cast<Integer<Int4Offset>*>(nullptr));
+            case moesaic::Stored::kInt8Of16Offset: return use(static_cast<Integer<Int8Of16Offset>*>(nullptr));
 #define MOESAIC_CASE(T) \
     case moesaic::Stored::k##T: return use(static_cast<Integer<T>*>(nullptr));
             MOESAIC_BLOCKS(MOESAIC_CASE)

@@ -41,8 +41,8 @@ using Int4 = Quantized<Values::kInt4, 32, false>;
 using Int4Offset = Quantized<Values::kUint4, 32, true>;
 using Mxfp4 = Quantized<Values::kE2M1, 32, false>;
 using Int8Of16 = Quantized<Values::kInt8, 16, false>;
-using Uneven4 = Quantized<Values::kUneven, 32, false>;        // only of blocks (blocks.h) while they are multiplied
-using Int8Of16Offset = Quantized<Values::kUint8, 16, true>;  // only of blocks (blocks.h) while they are multiplied
+using Uneven4 = Quantized<Values::kUneven, 32, false>;  // only of blocks (blocks.h) while they are multiplied
+using Int8Of16Offset = Quantized<Values::kUint8, 16, true>;
 
 template <Values kOf, int64_t kGroupSize, bool kOffset>
 constexpr bool kQuantized<Quantized<kOf, kGroupSize, kOffset>> = true;
