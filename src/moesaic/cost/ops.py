@@ -55,7 +55,7 @@ def uniform_distinct(experts: int, top_k: float, rows: float) -> float:
 def distinct(model: ModelSizes, rows: float) -> float:
     """Expected number of routed experts of a layer that `rows` tokens choose together.
 
-    It uses the model's routing if it is known, else `touched`.
+    It uses the model's routing if it is known, else all experts are taken as equally likely.
     """
     if model.routing is None:
         return uniform_distinct(model.experts, model.top_k, rows)
