@@ -121,7 +121,8 @@ def load(
         model = with_prediction(model, file, config, loader, with_experts)
     images = IMAGES if checkpoint.is_wrapped else ()
     checkpoint.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec), *images))
-    for sentence in (*describe_unused(read_config(path), checkpoint.names), *describe_pairs(path)):
+    pair_sentences = describe_pairs(path) if kernels.can_use_quantized else []
+    for sentence in (*describe_unused(read_config(path), checkpoint.names), *pair_sentences):
         _log.warning("%s", sentence)
     return model
 
