@@ -119,7 +119,7 @@ def summarise(
 
 
 def show(rows: list[dict[str, Any]], ready: dict[str, float]) -> None:
-    table = Table(title="greedy, medians; ratios are those to llama.cpp")
+    table = Table(title="greedy, medians; ratios are those to the first llama.cpp")
     for column in (
         "reqs",
         "engine",

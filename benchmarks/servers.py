@@ -81,8 +81,18 @@ def list_contenders(arguments: argparse.Namespace) -> list[Contender]:
             command += ["--no-enable-prefix-caching", *shlex.split(flags)]
             contenders.append(Contender(" ".join(filter(None, (f"moesaic {kernels}", flags))), command))
     for flags in arguments.vllm_serve if arguments.vllm else ():
-        command = [str(Path(venv_python(arguments.vllm)).parent / "vllm"), "serve", str(arguments.model)]
-        command += ["--port", port, "--served-model-name", NAME, "--max-model-len", length]
+        # The program `vllm` asks for a package of that name, and the CPU build has another one.
+        command = [venv_python(arguments.vllm), "-m", "vllm.entrypoints.openai.api_server"]
+        command += [
+            "--model",
+            str(arguments.model),
+            "--port",
+            port,
+            "--served-model-name",
+            NAME,
+            "--max-model-len",
+            length,
+        ]
         command += ["--no-enable-prefix-caching", *shlex.split(flags)]
         contenders.append(Contender(" ".join(filter(None, ("vLLM", flags))), command))
     for slots in arguments.slots if arguments.llama_server else ():

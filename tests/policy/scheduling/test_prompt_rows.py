@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -75,6 +76,18 @@ def test_measured_prices_decide_which_chunks_are_cheap() -> None:
     for rows in [2**bits - 1 for bits in range(5, 12)] * 6:
         policy.record_step(rows, 0.002 * rows)
     assert 64 <= policy.limit(MOST, 4) <= AIM / 0.002
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([1.0, 3.0, 60.0]))
+def test_a_busy_machine_does_not_make_chunks_jump(rng: random.Random, seconds: float) -> None:
+    """Steps take up to a third more or less than they should, of all sizes."""
+    policy, device, chunks = PricedPromptRows(AIM, PRIOR, MOST), by_prior(seconds), []
+    for _ in range(60):
+        rows = policy.limit(MOST, rng.choice((0, 4)))
+        policy.record_step(rows, device(rows) * rng.uniform(0.75, 1.33))
+        chunks.append(policy._least())
+    quiet = PricedPromptRows(AIM, PRIOR, MOST)._least()
+    assert all(0.5 * quiet <= chunk <= 1.5 * quiet for chunk in chunks)
 
 
 @given(

@@ -98,7 +98,8 @@ class FittedPrices:
 
     The two factors are the shape: which sizes are cheap. It is fitted by least squares of relative errors,
     with one step of the prior's shape beside those that were measured, and forgets slowly. The scale follows
-    the last steps.
+    the last steps. `StepPrices` learns each number of rows by itself, as decode steps have few; chunks have
+    many, so noise would make prices jump from one to the next.
     """
 
     def __init__(self, work: Work) -> None:

@@ -12,7 +12,7 @@ constexpr int FEW_STORED_ROWS = 4;  // with more, it is faster to order the code
 // How blocks are multiplied as they are stored: nothing by default.
 template <class B>
 struct StoredIntegers {
-    static constexpr bool kIs = false;
+    static constexpr bool kIsDefined = false;
 };
 
 #if defined(MOESAIC_AVX512)
@@ -35,7 +35,7 @@ MOESAIC_INLINE void transpose_heads(const uint8_t* from, int64_t ld, int64_t som
     words[2] = low_fours(high, more_high), words[3] = high_fours(high, more_high);
 }
 
-MOESAIC_INLINE Bytes same_bits(Bytes x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32(int32_t(mask))); }
+MOESAIC_INLINE Bytes masked(Bytes x, uint32_t mask) { return _mm512_and_si512(x, _mm512_set1_epi32(int32_t(mask))); }
 MOESAIC_INLINE Vec halves_of(Bytes words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
 MOESAIC_INLINE void put_floats(uint8_t* panel, int64_t group, Vec numbers) {
     _mm512_store_ps(reinterpret_cast<float*>(panel) + group * LANES, numbers);
@@ -49,7 +49,7 @@ MOESAIC_INLINE Bytes two_lines(const Line& first, const Line& second) {
 
 template <>
 struct StoredIntegers<Q4_K> {
-    static constexpr bool kIs = true;
+    static constexpr bool kIsDefined = true;
     using T = Integer<Int4Offset>;
     static constexpr int64_t kSums = 1;              // vectors of the sums of four groups, of a step
     static constexpr int64_t kPlaces[] = {0, 2, 1, 3};  // of the groups of a step in the sums
@@ -60,12 +60,12 @@ struct StoredIntegers<Q4_K> {
         transpose_heads(blocks, ld, some, words);
         Bytes minimum_bits = _mm512_xor_si512(_mm512_srli_epi32(words[0], 16), every(0x8000));  // its negative
         Vec scale = halves_of(words[0]), minimum = halves_of(minimum_bits);
-        auto tops = [](Bytes x) { return same_bits(_mm512_srli_epi32(x, 2), 0x30303030u); };
-        Bytes scales[] = {same_bits(words[1], 0x3f3f3f3fu), _mm512_or_si512(same_bits(words[3], 0x0f0f0f0fu), tops(words[1]))};
-        Bytes fours = same_bits(_mm512_srli_epi32(words[3], 4), 0x0f0f0f0fu);
-        Bytes minima[] = {same_bits(words[2], 0x3f3f3f3fu), _mm512_or_si512(fours, tops(words[2]))};
+        auto tops = [](Bytes x) { return masked(_mm512_srli_epi32(x, 2), 0x30303030u); };
+        Bytes scales[] = {masked(words[1], 0x3f3f3f3fu), _mm512_or_si512(masked(words[3], 0x0f0f0f0fu), tops(words[1]))};
+        Bytes fours = masked(_mm512_srli_epi32(words[3], 4), 0x0f0f0f0fu);
+        Bytes minima[] = {masked(words[2], 0x3f3f3f3fu), _mm512_or_si512(fours, tops(words[2]))};
         MOESAIC_UNROLL for (int i = 0; i < 8; i++) {
-            auto factor = [&](Bytes four) { return floats(same_bits(_mm512_srli_epi32(four, 8 * (i % 4)), 255)); };
+            auto factor = [&](Bytes four) { return floats(masked(_mm512_srli_epi32(four, 8 * (i % 4)), 255)); };
             put_floats(panel.scales, group + i, mul(factor(scales[i / 4]), scale));
             put_floats(panel.offsets, group + i, mul(factor(minima[i / 4]), minimum));
         }
@@ -85,7 +85,7 @@ struct StoredIntegers<Q4_K> {
 
 template <>
 struct StoredIntegers<Q6_K> {
-    static constexpr bool kIs = true;
+    static constexpr bool kIsDefined = true;
     using T = Integer<Int8Of16>;
     static constexpr int64_t kSums = 2;
     static constexpr int64_t kPlaces[] = {0, 1, 2, 3, 4, 5, 6, 7};

@@ -398,7 +398,7 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
         using Blocks = typename IntegerBlocks<typename T::Exact>::Type;
         using As = Integer<typename Blocks::As>;
         auto blocks = reinterpret_cast<const Blocks*>(weights);
-        if constexpr (StoredIntegers<Blocks>::kIs) {
+        if constexpr (StoredIntegers<Blocks>::kIsDefined) {
             if (n <= FEW_STORED_ROWS) return multiply_stored(rows, n, blocks, ld, columns, k, out, stride, then);
         }
         multiply_panels(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
