@@ -208,9 +208,9 @@ def test_without_any_worker_left_and_nobody_to_start_one_the_service_ends() -> N
         served.submit(*workload(1, TOKENS))
         with pytest.raises(ConnectionLost, match="attention worker 0 was the last attention worker"):
             served.finish(Plan((5, killing(served, "attention worker 0"))))
-        assert (
-            served.supervisor.describe_end()
-            == "the supervisor has stopped, so processes are not restarted any more"
+        # A look at the cluster's health may come first, and then also names what does not serve.
+        assert served.supervisor.describe_end().endswith(
+            "the supervisor has stopped, so processes are not restarted any more"
         )
 
 

@@ -46,6 +46,13 @@ Text = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 FIRST = Field(fail_fast=True)
 """Report only the first wrong item of a list. A list of millions of errors would delay other requests."""
+
+
+def other_type_than(*read_types: str) -> WithJsonSchema:
+    """The published schema of a type whose object is accepted, while none of its other fields is read."""
+    return WithJsonSchema({"type": "string", "not": {"enum": list(read_types)}})
+
+
 TokenIds = Annotated[list[TokenId], FIRST]
 
 
@@ -251,7 +258,21 @@ class TextPart(Body):
     text: str
 
 
-TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(read_text_part)]], FIRST]
+class RefusalPart(BaseModel):
+    """A part that says why an earlier answer refused. It is read as a text. The published schema has it."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+TextParts = Annotated[
+    list[
+        Annotated[
+            TextPart, BeforeValidator(read_text_part, json_schema_input_type=TextPart | RefusalPart | str)
+        ]
+    ],
+    FIRST,
+]
 
 
 class Function(Body):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from moesaic.server.requests import (
     FIRST,
@@ -15,6 +15,7 @@ from moesaic.server.requests import (
     Text,
     Unsupported,
     check_name,
+    other_type_than,
     write_name_pattern,
 )
 
@@ -47,6 +48,19 @@ class TextPart(Body):
     citations: Unread = None
 
 
+class ToolReference(BaseModel):
+    """A tool that a search found. It is read as the text of its name. The published schema has it."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+
+ResultPart = Annotated[
+    TextPart, BeforeValidator(_read_result_part, json_schema_input_type=TextPart | ToolReference)
+]
+ResultParts = Annotated[list[ResultPart], FIRST]
+
+
 class Block(Body):
     """A part of a turn. Which fields it needs depends on its type."""
 
@@ -57,9 +71,7 @@ class Block(Body):
     input: dict[str, Any] | None = None
     """The arguments of a tool_use."""
     tool_use_id: Text | None = None
-    content: str | Annotated[list[Annotated[TextPart, BeforeValidator(_read_result_part)]], FIRST] | None = (
-        None
-    )
+    content: str | ResultParts | None = None
     """The result of a tool. A tool_reference in it is the name of the tool."""
     is_error: bool | None = None
     """The result is put after "Error: "."""
@@ -102,6 +114,18 @@ class Tool(Body):
     eager_input_streaming: Unread = None
 
 
+class HostedTool(BaseModel):
+    """A tool that Anthropic's servers run. Only the published schema has it."""
+
+    type: Annotated[str, other_type_than("", CUSTOM)]
+    name: ToolName
+
+
+Tools = Annotated[
+    list[Annotated[Tool, BeforeValidator(_keep_name, json_schema_input_type=Tool | HostedTool)]], FIRST
+]
+
+
 class ToolChoice(Body):
     """Whether the answer has to call a tool, and which one."""
 
@@ -141,7 +165,7 @@ class CountRequest(Body):
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True)]
     system: str | Annotated[list[TextPart], FIRST] | None = None
-    tools: Annotated[list[Annotated[Tool, BeforeValidator(_keep_name)]], FIRST] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

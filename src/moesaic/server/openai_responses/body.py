@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from moesaic.core.request import MAX_LOGPROBS
-from moesaic.server.requests import FIRST, MAX_SALT, Body, FunctionName, Ignored, Text, Unsupported
+from moesaic.server.requests import (
+    FIRST,
+    MAX_SALT,
+    Body,
+    FunctionName,
+    Ignored,
+    RefusalPart,
+    Text,
+    Unsupported,
+    other_type_than,
+)
 
 Unread = Annotated[Any, Field(description=Ignored)]
 Stateless = Annotated[Any, Field(description="Not supported: the server keeps no state.")]
@@ -31,7 +41,9 @@ class Part(Body):
     prompt_cache_breakpoint: Unread = None
 
 
-Parts = Annotated[list[Annotated[Part, BeforeValidator(_read_refusal)]], FIRST]
+Parts = Annotated[
+    list[Annotated[Part, BeforeValidator(_read_refusal, json_schema_input_type=Part | RefusalPart)]], FIRST
+]
 READ_ITEMS = (
     "message",
     "function_call",
@@ -78,7 +90,16 @@ class Item(Body):
     parsed_arguments: Unread = None
 
 
-Items = Annotated[list[Annotated[Item, BeforeValidator(_skip_unread)]], Field(min_length=1, fail_fast=True)]
+class SkippedItem(BaseModel):
+    """An item of a type that is not read. Only the published schema has it."""
+
+    type: Annotated[str, other_type_than("", *READ_ITEMS)]
+
+
+Items = Annotated[
+    list[Annotated[Item, BeforeValidator(_skip_unread, json_schema_input_type=Item | SkippedItem)]],
+    Field(min_length=1, fail_fast=True),
+]
 
 
 class ToolFormat(Body):
@@ -109,15 +130,25 @@ class Tool(Body):
     output_schema: Unread = None
 
 
+READ_TOOLS = ("function", "custom", "namespace")
+"""Types of tools that are read. All others are left out."""
+
+
 def _keep_type(value: Any) -> Any:
     """The type alone of a tool that is left out, since its fields are not known."""
     kind = value.get("type") if isinstance(value, dict) else None
-    return (
-        {"type": kind} if isinstance(kind, str) and kind not in ("function", "custom", "namespace") else value
-    )
+    return {"type": kind} if isinstance(kind, str) and kind not in READ_TOOLS else value
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(_keep_type)]], FIRST]
+class HostedTool(BaseModel):
+    """A tool that is left out. Only the published schema has it."""
+
+    type: Annotated[str, other_type_than("", *READ_TOOLS)]
+
+
+Tools = Annotated[
+    list[Annotated[Tool, BeforeValidator(_keep_type, json_schema_input_type=Tool | HostedTool)]], FIRST
+]
 
 
 class ChosenTool(Body):
