@@ -56,12 +56,17 @@ MOESAIC_INLINE void unroll(const Use& use) {
 }
 
 // A number times eight factors, which are integers of eight bits.
+#if defined(__AVX2__)
+template <bool kSigned>
+MOESAIC_INLINE void multiply_eight(__m128i factors, float number, float* out) {
+    __m256i wide = kSigned ? _mm256_cvtepi8_epi32(factors) : _mm256_cvtepu8_epi32(factors);
+    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(number)));
+}
+#endif
 template <bool kSigned>
 MOESAIC_INLINE void multiply_eight(uint64_t factors, float number, float* out) {
 #if defined(__AVX2__)
-    __m128i bytes = _mm_cvtsi64_si128(int64_t(factors));
-    __m256i wide = kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
-    _mm256_storeu_ps(out, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(number)));
+    multiply_eight<kSigned>(_mm_cvtsi64_si128(int64_t(factors)), number, out);
 #else
     for (int i = 0; i < 8; i++) {
         uint8_t factor = uint8_t(factors >> 8 * i);
@@ -190,14 +195,25 @@ struct Mxfp4Integers : Blocks<Int8, 32, 17> {
 // Blocks of 256 numbers also say which multiples of the block's scale, and of its offset, those of their groups are.
 // Factors of Q4_K and Q5_K: eight of six bits for scales, and as many for minima, in 12 bytes.
 MOESAIC_INLINE void put_six_bits(const uint8_t* from, float scale, float minimum, float* scales, float* offsets) {
+    // Four factors have their bits together. The others have four low bits in one place, and two top bits in another.
+#if defined(__AVX2__)
+    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));  // the last four are codes
+    __m128i low = _mm_srlv_epi32(_mm_shuffle_epi32(bytes, 0x98), _mm_setr_epi32(0, 0, 0, 4));
+    __m128i top = _mm_srli_epi32(_mm_shuffle_epi32(bytes, 0x50), 2);
+    low = _mm_and_si128(low, _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f));
+    top = _mm_and_si128(top, _mm_setr_epi32(0, 0x30303030, 0, 0x30303030));
+    __m128i factors = _mm_or_si128(low, top);
+    multiply_eight<false>(factors, scale, scales);
+    multiply_eight<false>(_mm_unpackhi_epi64(factors, factors), -minimum, offsets);
+#else
     uint32_t low, middle, high;
     std::memcpy(&low, from, 4), std::memcpy(&middle, from + 4, 4), std::memcpy(&high, from + 8, 4);
-    // Four factors have their bits together. The others have four low bits in one place, and two top bits in another.
     auto join_factors = [](uint64_t first_four, uint64_t low_bits, uint64_t top_bits) MOESAIC_INLINE_LAMBDA {
         return (first_four & 0x3f3f3f3fu) | ((low_bits & 0x0f0f0f0fu) | (top_bits >> 2 & 0x30303030u)) << 32;
     };
     uint64_t of_scales = join_factors(low, high, low), of_minima = join_factors(middle, high >> 4, middle);
     multiply_eight<false>(of_scales, scale, scales), multiply_eight<false>(of_minima, -minimum, offsets);
+#endif
 }
 
 struct Q4_K : Blocks<Int4Offset, 256, 144> {
@@ -386,6 +402,18 @@ auto with_quantized(moesaic::Stored stored, const Use& use) {
     }
 }
 
+// The scales of the groups of a block, and their offsets if its type has them.
+template <class T>
+MOESAIC_INLINE void put_scales_of(const uint8_t* block, float* scales, float* offsets) {
+    float scale = T::scale_of(block), offset = T::offset_of(block);
+    if constexpr (T::kNumbers == 32) {
+        *scales = scale;
+        if constexpr (T::As::kHasOffset) *offsets = offset;
+    } else {
+        T::put_scales(block, scale, offset, scales, offsets);
+    }
+}
+
 // Brings `count` numbers of a row, at most BLOCK and whole blocks, into the layout of As. Calls `passing` for each block.
 template <class T, class Passing>
 MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, const Passing& passing) {
@@ -396,13 +424,7 @@ MOESAIC_INLINE void unpack(const uint8_t* from, int64_t count, uint8_t* out, con
     uint8_t* codes = out + As::kHead * groups;
     for (int64_t i = 0; i < count; i += T::kNumbers, from += T::kBytes) {
         passing();
-        float scale = T::scale_of(from), offset = T::offset_of(from);
-        if constexpr (T::kNumbers == 32) {
-            *scales = scale;
-            if constexpr (As::kHasOffset) *offsets = offset;
-        } else {
-            T::put_scales(from, scale, offset, scales, offsets);
-        }
+        put_scales_of<T>(from, scales, offsets);
         T::unpack(from, codes);
         scales += T::kGroups, offsets += T::kGroups, codes += T::kGroups * As::kCodes;
     }

@@ -42,7 +42,7 @@ struct Factors {
     Factors() = default;
     MOESAIC_INLINE Factors(const uint8_t* block, int64_t count) {
         for (int64_t i = 0; i < count; i += T::kNumbers, block += T::kBytes) {
-            T::put_scales(block, T::scale_of(block), T::offset_of(block), scales + i / T::kGroup, offsets + i / T::kGroup);
+            put_scales_of<T>(block, scales + i / T::kGroup, offsets + i / T::kGroup);
         }
     }
 };
@@ -68,6 +68,43 @@ struct DirectBlocks<Q4_K> {
             return Dequantizer<Int4Offset>({set1(factors.scales[i]), set1(factors.offsets[i])});
         };
         return {of(2 * group), of(2 * group + 1), first + group / 4 * Q4_K::kBytes + 16 + group % 4 * 32};
+    }
+};
+
+// Codes of six bits are put together in L1, half a block at a time.
+template <>
+struct DirectBlocks<Q6_K> {
+    static constexpr int64_t kNumbers = 128, kBytes = 210 / 2;
+    int64_t groups;
+    const uint8_t* first;
+    Factors<Q6_K> factors;
+
+    struct Half {
+        alignas(64) int8_t codes[kNumbers];
+        const float* scales;
+        MOESAIC_INLINE Half(const uint8_t* block, int64_t half, const float* of_half) : scales(of_half) {
+            auto bytes = [](const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
+            const __m512i left = _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2), right = _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2);
+            const __m512i kLow = _mm512_set1_epi8(15), kTop = _mm512_set1_epi8(48), kZero = _mm512_set1_epi8(32);
+            constexpr int kPick = 0xea;  // (x & y) | z
+            __m512i both = _mm512_loadu_si512(block + 64 * half);
+            __m512i top = _mm512_broadcast_i64x4(bytes(block + 128 + 32 * half));
+            __m512i low = _mm512_and_si512(both, kLow), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), kLow);
+            low = _mm512_ternarylogic_epi64(_mm512_sllv_epi64(top, left), kTop, low, kPick);
+            high = _mm512_ternarylogic_epi64(_mm512_srlv_epi64(top, right), kTop, high, kPick);
+            _mm512_store_si512(codes, _mm512_sub_epi8(low, kZero));
+            _mm512_store_si512(codes + 64, _mm512_sub_epi8(high, kZero));
+        }
+        MOESAIC_INLINE Vec operator()(int64_t i) const {
+            __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(codes + i));
+            return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), set1(scales[i / 16]));
+        }
+    };
+    DirectBlocks() = default;
+    DirectBlocks(const Q6_K* blocks, int64_t count)
+        : groups(count / kNumbers), first(&blocks->byte), factors(first, count) {}
+    MOESAIC_INLINE Half numbers(int64_t group) const {
+        return Half(first + group / 2 * Q6_K::kBytes, group % 2, factors.scales + 8 * group);
     }
 };
 
@@ -169,6 +206,7 @@ MOESAIC_IS_DIRECT(Int8By128)
 MOESAIC_IS_DIRECT(Int8OffsetBy128)
 #if defined(MOESAIC_AVX512)  // AVX2 takes about as long to look numbers of four bits up as to unpack them
 MOESAIC_IS_DIRECT(Q4_K)
+MOESAIC_IS_DIRECT(Q6_K)
 MOESAIC_IS_DIRECT(Iq4Nl)
 MOESAIC_IS_DIRECT(Iq4Xs)
 #endif

@@ -1,6 +1,9 @@
 // Products of rows with quantised weights, in the order of arithmetic of dot.h. Each number is rounded to float32 first.
 #pragma once
 
+#include <array>
+#include <utility>
+
 #include "dot.h"
 #include "direct_blocks.h"
 
@@ -57,12 +60,23 @@ inline void bring_near(const T* columns, int64_t ld, int64_t some, int64_t count
     }
 }
 
+// The blocks of neighbouring columns. They are made where they stay: a copy would wait until what was stored is in L1.
+template <class T, int... column>
+MOESAIC_INLINE std::array<BlockOf<T>, sizeof...(column)> blocks_of_columns(const T* weights, int64_t ld, int64_t count,
+                                                                           std::integer_sequence<int, column...>) {
+    return {BlockOf<T>(weights + column * ld, count)...};
+}
+
+template <class Blocks, int... column>
+MOESAIC_INLINE auto groups_of_columns(const Blocks& of, int64_t group, std::integer_sequence<int, column...>) {
+    return std::array<decltype(of[0].numbers(group)), sizeof...(column)>{of[column].numbers(group)...};
+}
+
 // As `tile` for quantised weights, whose numbers stay in registers. The order of arithmetic is that of `tile`.
 template <class T, int R, int C>
 MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, int64_t ld, int64_t count,
                                    Stream& stream, bool first, float* out, int64_t stride) {
-    BlockOf<T> of[C];
-    for (int c = 0; c < C; c++) of[c] = BlockOf<T>(weights + c * ld, count);
+    auto of = blocks_of_columns(weights, ld, count, std::make_integer_sequence<int, C>{});
     constexpr int64_t kNumbers = BlockOf<T>::kNumbers;
     int64_t end = std::min(padded(count), of[0].groups * kNumbers);  // the rows end with the chunk
     Vec sums[R][C];
@@ -71,8 +85,7 @@ MOESAIC_INLINE void tile_quantized(const float* const* rows, const T* weights, i
     }
     auto add_group = [&](int64_t g, int64_t numbers) MOESAIC_INLINE_LAMBDA {
         int64_t begin = g * kNumbers;
-        decltype(of[0].numbers(g)) group[C];
-        MOESAIC_UNROLL for (int c = 0; c < C; c++) group[c] = of[c].numbers(g);
+        auto group = groups_of_columns(of, g, std::make_integer_sequence<int, C>{});
         MOESAIC_UNROLL for (int64_t i = 0; i < numbers; i += LANES) {
             Vec w[C];
             MOESAIC_UNROLL for (int c = 0; c < C; c++) w[c] = group[c](i), keep(w[c]);

@@ -348,8 +348,9 @@ struct TiledRows {  // no rows
 
 namespace MOESAIC_ISA {
 
-// As `multiply` in dot.h. Weights are prefetched a panel ahead, since all its columns are read together.
-template <class T>
+// As `multiply` in dot.h. Weights are prefetched a panel ahead, since all its columns are read together. Blocks: the type of
+// blocks that a panel is filled from as they are stored.
+template <class T, class Blocks = T>
 void multiply_panels(const float* const* rows, int64_t n, const Columns<T>& weights, int64_t columns, int64_t k,
                      float* out, int64_t stride, const void* then) {
     int64_t size = columns * weights.ld, lead = std::min(size, PANEL_COLUMNS * weights.ld + LEAD);
@@ -358,9 +359,11 @@ void multiply_panels(const float* const* rows, int64_t n, const Columns<T>& weig
     int64_t groups = std::min(k, BLOCK) / T::kGroup, steps = groups / GROUPS_AT_ONCE;
     // Four groups of a tile of rows take about as long as the 64 bytes of each column that `fill` transposes.
     if (n > FEW_INTEGER_ROWS) steps = groups * (T::kCodes + PANEL_BYTES * tiles / 4) / PANEL_BYTES;
+    if constexpr (StoredIntegers<Blocks>::kIsDefined) steps = std::min(k, BLOCK) / STEP_NUMBERS + groups * tiles / 4;
     int64_t panel_bytes = PANEL_COLUMNS * groups * weights.of_group;
     // Unpacking takes about as long as `fill`, or as the products of few rows.
-    int64_t unpacking = weights.unpack == nullptr ? 0 : n > FEW_INTEGER_ROWS ? groups * T::kCodes / PANEL_BYTES : steps;
+    bool unpacks = weights.unpack != nullptr && !StoredIntegers<Blocks>::kIsDefined;
+    int64_t unpacking = !unpacks ? 0 : n > FEW_INTEGER_ROWS ? groups * T::kCodes / PANEL_BYTES : steps;
     int64_t step = panel_bytes / std::max<int64_t>(1, steps + unpacking) + 1;
     int64_t of_group = step * unpacking / (PANEL_COLUMNS * std::max<int64_t>(1, groups));
     Stream stream(weights.first + lead, size - lead, step);
@@ -371,21 +374,27 @@ void multiply_panels(const float* const* rows, int64_t n, const Columns<T>& weig
         int64_t some = std::min(PANEL_COLUMNS, columns - c);
         for (int64_t begin = 0; begin < k; begin += BLOCK) {
             int64_t count = std::min(k - begin, BLOCK);
-            auto from = weights.at(c, some, begin, count, room, stream, of_group);
-            BlockOf<T> of(from.first, count);
-            fill_heads(of, from.ld, some, panel);
-            if (n <= FEW_INTEGER_ROWS) {
-                const float* x[] = {rows[0] + begin, rows[n - 1] + begin};
-                few_rows<T>(n, x, of.codes, from.ld, some, panel, of.groups, stream, begin == 0, out + c, stride);
-                continue;
+            int64_t block_groups = (count + T::kGroup - 1) / T::kGroup;
+            if constexpr (StoredIntegers<Blocks>::kIsDefined) {
+                const uint8_t* from = weights.first + c * weights.ld + Blocks::bytes(begin);
+                fill_stored<Blocks>(from, weights.ld, some, count, panel, stream);
+            } else {
+                auto from = weights.at(c, some, begin, count, room, stream, of_group);
+                BlockOf<T> of(from.first, count);
+                fill_heads(of, from.ld, some, panel);
+                if (n <= FEW_INTEGER_ROWS) {
+                    const float* x[] = {rows[0] + begin, rows[n - 1] + begin};
+                    few_rows<T>(n, x, of.codes, from.ld, some, panel, of.groups, stream, begin == 0, out + c, stride);
+                    continue;
+                }
+                fill(of, from.ld, some, panel, stream);
             }
-            fill(of, from.ld, some, panel, stream);
-            tiled.multiply(panel, begin, of.groups, stream, out + c, stride, some);
+            tiled.multiply(panel, begin, block_groups, stream, out + c, stride, some);
             for (int64_t t = 0; t < few; t++) {
                 int64_t r = tiled.n + rest * t / few, more = tiled.n + rest * (t + 1) / few - r;
                 const float* x[INTEGER_ROWS];
                 for (int64_t i = 0; i < more; i++) x[i] = rows[r + i] + begin;
-                panel_rows<T>(more, x, panel, of.groups, stream, begin == 0, out + r * stride + c, stride, some);
+                panel_rows<T>(more, x, panel, block_groups, stream, begin == 0, out + r * stride + c, stride, some);
             }
         }
     }
@@ -401,7 +410,7 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
         if constexpr (StoredIntegers<Blocks>::kIsDefined) {
             if (n <= FEW_STORED_ROWS) return multiply_stored(rows, n, blocks, ld, columns, k, out, stride, then);
         }
-        multiply_panels(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
+        multiply_panels<As, Blocks>(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
     } else {
         multiply_panels(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
     }
