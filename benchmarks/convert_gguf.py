@@ -4,7 +4,7 @@
 
 Knows Mixtral, Qwen3-MoE, Qwen3-Next and the text model of Qwen3.5. Norms and the gate of the experts stay in
 float32. The file has a vocabulary of bytes in place of the one of the checkpoint, since `peers.py` speaks in
-token ids.
+token ids. `--tokens-of FILE.gguf` takes the vocabulary of another file.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _shared(block: str, source: str) -> Iterator[Entry]:
         yield Entry(f"{block}.ffn_{name}_shexp.weight", (f"{source}.mlp.shared_expert.{word}.weight",))
 
 
-def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
+def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint, tokens_of: Path | None) -> None:
     """Writes the keys that llama.cpp reads."""
     config, setting = checkpoint.config, checkpoint.setting
     heads = setting("num_attention_heads")
@@ -155,7 +155,18 @@ def describe(writer: gguf.GGUFWriter, checkpoint: Checkpoint) -> None:
     if "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
-    describe_tokens(writer, config["vocab_size"])
+    if tokens_of is None:
+        describe_tokens(writer, config["vocab_size"])
+    else:
+        copy_tokens(writer, tokens_of)
+
+
+def copy_tokens(writer: gguf.GGUFWriter, file: Path) -> None:
+    """Writes what another file says about tokens and the chat template."""
+    for name, field in gguf.GGUFReader(file).fields.items():
+        if name.startswith("tokenizer."):
+            kind, *inner = field.types
+            writer.add_key_value(name, field.contents(), kind, *inner)
 
 
 def describe_tokens(writer: gguf.GGUFWriter, size: int) -> None:
@@ -201,7 +212,13 @@ def _shape(checkpoint: Checkpoint, entry: Entry) -> tuple[int, ...]:
     return shape if entry.change is None else entry.change(np.empty(shape, np.float32)).shape
 
 
-def convert(path: Path, target: Path, kind: str, told: Callable[[str], None] = print) -> None:
+def convert(
+    path: Path,
+    target: Path,
+    kind: str,
+    tokens_of: Path | None = None,
+    told: Callable[[str], None] = print,
+) -> None:
     checkpoint = Checkpoint(path)
     architecture = ARCHITECTURES.get(checkpoint.config["model_type"])
     if architecture is None:
@@ -210,7 +227,7 @@ def convert(path: Path, target: Path, kind: str, told: Callable[[str], None] = p
     check(checkpoint, wanted)
     part = target.with_suffix(".part")
     writer = gguf.GGUFWriter(part, architecture)
-    describe(writer, checkpoint)
+    describe(writer, checkpoint, tokens_of)
     writer.add_file_type(TYPES[kind][1])
     for entry in wanted:
         shape = _shape(checkpoint, entry)
@@ -232,5 +249,8 @@ if __name__ == "__main__":
     parser.add_argument("model", type=Path, help="a Hugging Face directory")
     parser.add_argument("target", type=Path)
     parser.add_argument("--type", choices=sorted(TYPES), default="bf16")
+    parser.add_argument(
+        "--tokens-of", type=Path, metavar="FILE", help="a GGUF file with the vocabulary to take"
+    )
     arguments = parser.parse_args()
-    convert(arguments.model, arguments.target, arguments.type)
+    convert(arguments.model, arguments.target, arguments.type, arguments.tokens_of)

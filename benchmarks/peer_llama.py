@@ -88,16 +88,34 @@ class Model:
             self.shape = (sequences, length)
         llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
 
-    def step(self, batch: Batch) -> NDArray[np.int32]:
-        """The greedy token after each token whose logits were asked for, in the order of the batch."""
+    def logits(self, batch: Batch) -> NDArray[np.float32]:
+        """The logits [tokens, vocabulary] of the tokens that they were asked for, in llama.cpp's memory."""
         status = llama.llama_decode(self.context, batch.memory)
         if status:
             raise SystemExit(f"llama_decode: {status}")
-        logits: NDArray[np.float32] = np.ctypeslib.as_array(
-            llama.llama_get_logits(self.context), (batch.outputs, self.vocab)
-        )
-        greedy: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
+        pointer = llama.llama_get_logits(self.context)
+        logits: NDArray[np.float32] = np.ctypeslib.as_array(pointer, (batch.outputs, self.vocab))
+        return logits
+
+    def step(self, batch: Batch) -> NDArray[np.int32]:
+        """The greedy token after each token whose logits were asked for, in the order of the batch."""
+        greedy: NDArray[np.int32] = self.logits(batch).argmax(axis=1).astype(np.int32)
         return greedy
+
+    def score(self, pieces: list[list[int]]) -> Answer:
+        """The mean negative log-likelihood, in nats, of the tokens of pieces but for their first ones."""
+        total = 0.0
+        for piece in pieces:
+            self.fit(1, len(piece))
+            batch = Batch([0] * len(piece), [True] * len(piece))
+            batch.fill(np.array(piece, np.int32), np.arange(len(piece), dtype=np.int32))
+            logits = self.logits(batch)[:-1].astype(np.float64)
+            batch.free()
+            wanted = np.take_along_axis(logits, np.array(piece[1:])[:, None], axis=1)[:, 0]
+            largest = logits.max(axis=1)
+            sums = np.exp(logits - largest[:, None]).sum(axis=1)
+            total += float((largest + np.log(sums) - wanted).sum())
+        return {"loss": total / sum(len(piece) - 1 for piece in pieces)}
 
     def run(self, prompts: list[list[int]], new: int) -> Answer:
         """Prefill all prompts, then decode one token of each in every pass."""
@@ -128,6 +146,8 @@ def main() -> None:
     model = Model(sys.argv[1], int(sys.argv[2]), wide=kind == "f32", repacks=kind != "mapped")
 
     def obey(order: Order) -> Answer:
+        if order["do"] == "score":
+            return model.score(order["pieces"])
         return model.run(order["prompts"], order["new"])
 
     serve(answers, obey)

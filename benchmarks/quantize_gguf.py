@@ -8,13 +8,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import llama_cpp.llama_cpp as llama  # type: ignore[import-not-found]
-
-TYPES = {"q4_0": 2, "q8_0": 7, "q4_k_m": 15}
+TYPES = {
+    "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12,
+    "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18, "iq4_nl": 25,
+    "iq4_xs": 30, "mxfp4_moe": 38, "bf16": 32,
+}  # fmt: skip
 """Name -> llama.cpp's number of the file type."""
 
 
 def main() -> None:
+    """Runs the command."""
+    import llama_cpp.llama_cpp as llama  # type: ignore[import-not-found]  # where only TYPES is read it is missing
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

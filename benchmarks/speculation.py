@@ -3,6 +3,7 @@
     python benchmarks/speculation.py demo
     python benchmarks/speculation.py /tmp/qwen --rounds 6 --new 64 --draft 4 --requests 1 8
     python benchmarks/speculation.py demo --edits      # n-grams on edits of code, in place of a known answer
+    python benchmarks/speculation.py MODEL --prompts mt_bench.jsonl     # n-grams on answers in a chat
 
 Engines of one model take turns in this process, so that a slow minute of the machine meets all of them. One
 drafts nothing. The others draft tokens of the answers, which are known from a first run, and each token is
@@ -13,6 +14,7 @@ their spread, and the acceptance that was counted. Every answer is compared with
 --threads 1, since threads that wait count too.
 
 --edits asks for a function to be written again with small changes. Its drafter is n-grams, as in `serve`.
+--prompts asks what files ask, one chat for each prompt, and answers end where the model ends them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -32,6 +35,7 @@ from rich.table import Table
 from moesaic import LLM, SamplingParams
 from moesaic.core.speculation import SpeculativeConfig
 from moesaic.core.tokens import IntArray
+from moesaic.jobs.profiling import prompts as prompt_files
 
 PROMPT = 64
 """Number of tokens of a prompt."""
@@ -91,10 +95,13 @@ def engine(model: str, draft: int, drafter: Known | None, options: argparse.Name
         return LLM(model, **settings)
 
 
-def prompts(llm: LLM, count: int, edits: bool) -> list[list[int]]:
-    """Random tokens, or functions that are to be written again."""
+def prompts(llm: LLM, count: int, options: argparse.Namespace) -> list[list[int]]:
+    """Random tokens, functions that are to be written again, or the first prompts of files as chats."""
     numbers = random.Random(1)
-    if not edits:
+    if options.prompts:
+        chosen = prompt_files.read(options.prompts)[:count]
+        return [llm.tokenizer.chat([{"role": "user", "content": str(each.text)}]) for each in chosen]
+    if not options.edits:
         return [[numbers.randrange(300, llm.info.vocab_size) for _ in range(PROMPT)] for _ in range(count)]
     texts = []
     for number in range(count):
@@ -106,11 +113,11 @@ def prompts(llm: LLM, count: int, edits: bool) -> list[list[int]]:
 
 def run(llm: LLM, expert_rows: list[list[int]], options: argparse.Namespace) -> tuple[float, list[list[int]]]:
     """Generated tokens/s of all requests together, and the answers."""
-    params = SamplingParams(temperature=0.0, max_tokens=options.new, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=options.new, ignore_eos=not options.prompts)
     clock = time.process_time if options.cpu else time.perf_counter
     began = clock()
     answers = [completion.outputs[0].token_ids for completion in llm.generate(expert_rows, params)]
-    return len(expert_rows) * options.new / (clock() - began), answers
+    return sum(map(len, answers)) / (clock() - began), answers
 
 
 def acceptance(llm: LLM, before: tuple[int, int, int]) -> tuple[str, str, tuple[int, int, int]]:
@@ -124,10 +131,10 @@ def acceptance(llm: LLM, before: tuple[int, int, int]) -> tuple[str, str, tuple[
 def measure(options: argparse.Namespace, table: Table, count: int) -> None:
     """Add the rows of `count` requests to the table."""
     plain = engine(options.model, 0, None, options)
-    given = prompts(plain, count, options.edits)
+    given = prompts(plain, count, options)
     _, wanted = run(plain, given, options)
     known = [prompt + answer for prompt, answer in zip(given, wanted, strict=True)]
-    chances = [None] if options.edits else list(CHANCES)
+    chances = [None] if options.edits or options.prompts else list(CHANCES)
     others = [
         engine(options.model, options.draft, None if chance is None else Known(known, chance), options)
         for chance in chances
@@ -167,6 +174,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu", action="store_true", help="CPU time in place of seconds")
     parser.add_argument("--edits", action="store_true", help="n-grams on edits of code")
+    parser.add_argument("--prompts", type=Path, nargs="+", default=[], help="n-grams on answers to these")
     options = parser.parse_args()
     table = Table(
         "requests", "right with", "accepted", "drafted a step", "tokens/s without", "ratio", "spread"

@@ -2,9 +2,10 @@
 
     python training/smollm2_checkpoint.py DIRECTORY [--form copies] [--file FILE]
 
-There are three forms. `moe` has the neurons of each MLP in experts, and a gate that was fitted to choose
-those that matter. `copies` is a Mixtral whose four experts are copies of each MLP, so that its answers are
-those of the dense model. `dense` is the model itself, for transformers.
+`moe` has the neurons of each MLP in experts, and a gate that was fitted to choose those that matter. `copies`
+is a Mixtral whose four experts are copies of each MLP, so that its answers are those of the dense model.
+`dense` is the model itself, for transformers. `padded` and `padded-dense` are `copies` and `dense` with rows
+of 768 numbers in place of 576, for GGUF types with blocks of 256.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import smollm2_experts
 from demo_export import write_json
 from moesaic.core.errors import CheckpointError
 from smollm2_file import FILE_NAME, DenseFile, cache_folder, fetch, unpack
+from smollm2_padded import pad
 
 COPIES = 4
 CHOSEN_COPIES = 2
@@ -93,7 +95,13 @@ def multiply(weight: Tensor, factors: Tensor) -> None:
     weight.copy_(weight.float() * factors)
 
 
-FORMS = {"moe": make_moe, "copies": make_copies, "dense": make_dense}
+FORMS = {
+    "moe": make_moe,
+    "copies": make_copies,
+    "dense": make_dense,
+    "padded": lambda source: pad(*make_copies(source)),
+    "padded-dense": lambda source: pad(*make_dense(source)),
+}
 
 
 def write(source: DenseFile, form: str, directory: Path) -> None:

@@ -199,6 +199,27 @@ def test_tokens_are_those_of_transformers(
 
 
 @pytest.mark.slow
+def test_padding_changes_no_answer(source: DenseFile, tmp_path: Path) -> None:
+    """All rows are whole blocks, and the logits, tokens and choices of experts are those without padding."""
+    for form in ("dense", "padded-dense", "copies", "padded"):
+        smollm2_checkpoint.write(source, form, tmp_path / form)
+    matrices = [
+        each for each in load_file(tmp_path / "padded" / "model.safetensors").values() if each.ndim > 1
+    ]
+    assert {each.shape[1] for each in matrices} == {256, NEURONS}
+    ids = list(range(3, 40))
+    torch.testing.assert_close(
+        logits(tmp_path / "padded-dense", ids), logits(tmp_path / "dense", ids), rtol=1e-5, atol=1e-5
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    answers = [
+        [each.outputs[0].token_ids for each in LLM(str(tmp_path / form), threads=1).generate(PROMPTS, params)]
+        for form in ("copies", "padded")
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
 def test_all_experts_with_weight_one_are_the_dense_model(
     source: DenseFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

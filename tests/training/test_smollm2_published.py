@@ -18,12 +18,14 @@ import smollm2_texts
 from moesaic import LLM, SamplingParams, StructuredOutputsParams
 from moesaic.commands import cli
 from moesaic.core.request import FinishReason
+from smollm2_dequantized import read_dense
 from tests.support import gguf_files
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
 TOKENS = 20_000
 """Tokens of prose and code of which a perplexity is measured."""
 PIECE = 512
+LAYERS = 30
 FEWER = 4_000
 """The same for quantised weights."""
 INT8_LOSS, Q4_LOSS = 0.02, 0.10
@@ -71,8 +73,13 @@ def test_perplexity_is_that_of_transformers(published: Path, dense: PreTrainedMo
 
 
 def choose_kind(name: str) -> str:
-    """The types of Q4_K_M. Rows of 576 numbers have no blocks of 256, and get blocks of 32."""
-    return "Q4_K" if "ffn_down" in name else "Q8_0" if "token_embd" in name else "Q5_0"
+    """The types of Q4_K_M."""
+    words = name.split(".")
+    if words[0] != "blk":
+        return "Q6_K"
+    layer, kind = int(words[1]), words[2]
+    is_finer = layer < LAYERS // 8 or layer >= 7 * LAYERS // 8 or (layer - LAYERS // 8) % 3 == 2
+    return "Q6_K" if is_finer and kind in ("attn_v", "ffn_down_exps") else "Q4_K"
 
 
 def test_quantised_weights_cost_little(published: Path, tmp_path: Path) -> None:
@@ -82,11 +89,41 @@ def test_quantised_weights_cost_little(published: Path, tmp_path: Path) -> None:
     whole = measure.own_loss(llm, pieces)
     words = ["quantize", str(copies), str(tmp_path / "int8"), "--format", "int8", "--evaluation-tokens", "0"]
     assert cli.main([*words, "--threads", "1"]) == 0
-    file, _ = gguf_files.write(copies, tmp_path / "q4", choose_kind)
-    for path, limit in ((tmp_path / "int8", INT8_LOSS), (file, Q4_LOSS)):
-        growth = math.expm1(measure.own_loss(LLM(str(path), threads=1), pieces) - whole)
-        measure.show(f"{path.name}: perplexity {100 * growth:+.2f} % beside {math.exp(whole):.4f}")
-        assert abs(growth) < limit
+    growth = math.expm1(measure.own_loss(LLM(str(tmp_path / "int8"), threads=1), pieces) - whole)
+    measure.show(f"int8: perplexity {100 * growth:+.2f} % beside {math.exp(whole):.4f}")
+    assert abs(growth) < INT8_LOSS
+
+
+def test_padding_changes_no_logit(
+    published: Path, dense: PreTrainedModel, rows: list[tuple[str, bool]]
+) -> None:
+    """Neither in transformers nor, by its tokens, in moesaic."""
+    padded = AutoModelForCausalLM.from_pretrained(published / "padded-dense", dtype=torch.float32)
+    llm = LLM(str(published / "padded"), threads=1)
+    for piece in pieces_of(llm, 1024):
+        with torch.inference_mode():
+            own, theirs = (each(torch.tensor([piece])).logits for each in (padded, dense))
+        difference = (own - theirs).abs().max().item()
+        measure.show(f"{len(piece)} tokens: logits differ by {difference:.1e} of {theirs.abs().max():.0f}")
+        assert difference < 1e-4 * theirs.abs().max()
+    agreements = measure.compare_tokens(llm, dense, rows[:24], 32)
+    measure.show_agreement("padded", agreements)
+    assert not any(agreement.is_different for agreement in agreements)
+
+
+def test_k_quants_have_the_perplexity_of_their_numbers(
+    published: Path, dense: PreTrainedModel, tmp_path: Path
+) -> None:
+    """The types of Q4_K_M, written without llama.cpp: by ranges, which is coarser than its search."""
+    file, _ = gguf_files.write(published / "padded", tmp_path / "q4", choose_kind)
+    llm = LLM(str(file), threads=1)
+    pieces = pieces_of(llm, FEWER)
+    own = measure.own_loss(llm, pieces)
+    theirs = measure.reference_loss(read_dense(file, published / "padded-dense"), pieces)
+    whole = measure.reference_loss(dense, pieces)
+    measure.show(f"Q4_K_M: perplexity {100 * math.expm1(own - whole):+.2f} % beside {math.exp(whole):.4f}")
+    assert math.exp(own - theirs) == pytest.approx(1.0, abs=1e-4)
+    assert math.expm1(own - whole) < Q4_LOSS
 
 
 def test_answers_to_a_schema_end(published: Path) -> None:
