@@ -95,7 +95,7 @@ def build_prefixes(
     own_part = build_own_part(config, parts.memory, 0, on_read)
     if own_part is None or parts.stored_root is None:
         return StoredPrefixes()
-    token_bytes = own_part.block_bytes * parts.ranks / config.cache.block_size
+    token_bytes = parts.ranks * own_part.bytes_of_token(config.cache.block_size)
     report_size(token_bytes, max_model_len, config.cache.prefix_cache_bytes, config)
     part = own_part if parts.share_prefixes is None else parts.share_prefixes(own_part)
     return PrefixesOnDisk(part, config.cache.block_size, parts.stored_root)

@@ -20,6 +20,7 @@ import numpy as np
 from moesaic.core.metrics import StoredPrefixStats
 from moesaic.core.tokens import IntArray
 from moesaic.models.kvcache.images import Bytes
+from moesaic.policy.scheduling.stateblocks import SNAPSHOT_TOKENS
 from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, rename_for_rank, state_digest
 from moesaic.runtime.prefix_cache.entry_files import EntryFiles
 from moesaic.runtime.prefix_cache.writer import PrefixWriter
@@ -132,10 +133,9 @@ class OwnPart:
         self._has_logged = False
         self._close = weakref.finalize(self, _close, self._queue, self._readers, self._writer)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block in this process."""
-        return self._memory.block_bytes
+    def bytes_of_token(self, block_size: int) -> float:
+        """Bytes that a token of a long prompt takes: its keys and values, and its share of snapshots."""
+        return self._memory.block_bytes / block_size + self._memory.page_bytes / SNAPSHOT_TOKENS
 
     @property
     def has_states(self) -> bool:
