@@ -281,7 +281,7 @@ def test_serve_says_what_it_chose_and_ends_on_sigterm() -> None:
         url = shown[-1].split()[-1]
         assert get(f"{url}/health") == 200
         assert shown[-2].startswith("Page with a chat and a live view: http://")
-        assert shown[-3] == "KV cache holds 336 tokens, 3 requests of the maximum length\n"
+        assert shown[-3] == "KV cache holds 336 tokens, 3 requests of the maximum length of 336.0 KiB each\n"
         table = "".join(shown)
         assert all(word in table for word in ("qwen3_moe", "parameters", "kernels", "float32", "100 tokens"))
         process.send_signal(signal.SIGTERM)
@@ -476,10 +476,12 @@ def test_capacity_counts_whole_blocks() -> None:
     names = dict.fromkeys(("model_type", "device", "kernels", "dtype", "kv_dtype"), "x")
     numbers = dict.fromkeys(WorkerInfo.__annotations__.keys() - names.keys(), 1)
     info = WorkerInfo(**names | numbers | {"max_model_len": 20, "block_size": 16, "num_blocks": 5})
-    info = replace(info, state_seats=0)
+    info = replace(info, state_seats=0, kv_bytes=80 * 1024)
     assert requests_of_maximum_length(info) == 2
     assert requests_of_maximum_length(replace(info, state_seats=1)) == 1
-    assert capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length"
+    assert (
+        capacity_line(info) == "KV cache holds 80 tokens, 2 requests of the maximum length of 32.0 KiB each"
+    )
 
 
 def test_a_schedule_without_effect_is_told() -> None:

@@ -110,10 +110,9 @@ def test_json_carries_every_setting() -> None:
         ("--device", lambda: WorkerConfig(ModelConfig("m", device="tpu"))),
         ("--device", lambda: WorkerConfig(ModelConfig("m", device="cuda"), STORED)),
         (
-            "--tensor-parallel-size",
-            lambda: WorkerConfig(ModelConfig("m"), STORED, parallel=ParallelConfig(2)),
+            "--nnodes",
+            lambda: WorkerConfig(ModelConfig("m"), STORED, parallel=ParallelConfig(2, nnodes=2)),
         ),
-        ("--prefill-workers", lambda: WorkerConfig(ModelConfig("m"), STORED, kv_role="decode")),
         ("--prefix-cache-disk", lambda: CacheConfig(prefix_cache_dir="d", prefix_cache_disk="1 lot")),
         ("--no-enable-prefix-caching", lambda: dataclasses.replace(STORED, enable_prefix_caching=False)),
         ("--dtype", lambda: WorkerConfig(ModelConfig("m", dtype="int4"))),

@@ -19,6 +19,7 @@ from moesaic import LLM, SamplingParams
 from moesaic.commands.starting import settle
 from moesaic.config import CacheConfig, ClusterConfig, ModelConfig, OffloadConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
+from moesaic.core.metrics import StoredPrefixStats
 from moesaic.core.request import Request
 from moesaic.llm import Completion
 from moesaic.policy.scheduling.kvblocks import block_contents
@@ -26,6 +27,7 @@ from moesaic.policy.scheduling.schedulers.actions import KeepPrefixes, PrefixRea
 from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, PrefixPath, chain_digests
 from moesaic.runtime.prefix_cache.build import compute_root, report_size
 from moesaic.runtime.prefix_cache.entry_files import FOLDER, EntryFiles
+from moesaic.runtime.prefix_cache.part import OwnPart
 from moesaic.runtime.prefix_cache.prefixes import PrefixesOnDisk
 from moesaic.runtime.prefix_cache.writer import PrefixWriter
 
@@ -139,19 +141,10 @@ def test_a_limit_below_one_prompt_is_warned_of(caplog: pytest.LogCaptureFixture)
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
-@pytest.mark.parametrize(
-    ("message", "cluster", "offload"),
-    [
-        ("--prefill-workers: got 1", ClusterConfig(prefill_workers=1), OffloadConfig()),
-        ("--pad: got 'true'", ClusterConfig(), OffloadConfig(fast_memory="1GiB", pad=True)),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused_at_the_start(
-    message: str, cluster: ClusterConfig, offload: OffloadConfig
-) -> None:
+def test_padding_is_refused_at_the_start() -> None:
     worker = WorkerConfig(ModelConfig("demo"), CacheConfig(prefix_cache_dir="x"))
-    with pytest.raises(ConfigError, match=f"{message}; allowed: .* with --prefix-cache-dir"):
-        settle(worker, cluster, offload)
+    with pytest.raises(ConfigError, match="--pad: got 'true'; allowed: .* with --prefix-cache-dir"):
+        settle(worker, ClusterConfig(), OffloadConfig(fast_memory="1GiB", pad=True))
 
 
 def test_only_the_owner_can_read_what_users_wrote(tmp_path: Path) -> None:
@@ -238,7 +231,7 @@ def test_a_damaged_entry_is_a_miss(damage: str, tmp_path: Path) -> None:
 
     def read_prefix() -> int:
         """How many blocks are read, after all of them were kept once more."""
-        prefixes = PrefixesOnDisk(memory, 16, b"root", files)
+        prefixes = PrefixesOnDisk(OwnPart(memory, files), 16, b"root")
         stored = prefixes.count_stored_tokens([prompt]).get(1, 0) // 16
         count = 0
         if stored:
@@ -340,6 +333,13 @@ def test_a_full_disk_ends_the_writing_and_nothing_else(
     written(files, 5)
     assert whole_entries(tmp_path, 6) == [0, 1, 2, 3, 4]
     assert writer is not None
+
+
+def test_what_another_process_wrote_meanwhile_is_not_written_again(tmp_path: Path) -> None:
+    """Both had no entry when their requests ended."""
+    written(EntryFiles(str(tmp_path), 1 << 30), 5)
+    writer = written(EntryFiles(str(tmp_path), 1 << 30), 7)
+    assert writer.count(StoredPrefixStats()).written_bytes == 2 * BLOCK_BYTES
 
 
 def test_an_evicted_block_is_written_as_it_was(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def cluster(
     kv_cache_memory: str = "32MiB",
     kv_cache_dtype: str = "auto",
     enable_prefix_caching: bool = True,
+    prefix_cache_dir: str | None = None,
     threads: int | None = 1,
     max_model_len: int | None = None,
     queues: QueueConfig = QueueConfig(),
@@ -192,7 +193,12 @@ def cluster(
     `Cluster`."""
     worker = WorkerConfig(
         ModelConfig(model, threads=threads, kernels=kernels, max_model_len=max_model_len, device=device),  # type: ignore[arg-type]
-        CacheConfig(kv_cache_memory, kv_cache_dtype, enable_prefix_caching=enable_prefix_caching),  # type: ignore[arg-type]
+        CacheConfig(
+            kv_cache_memory,
+            kv_cache_dtype,  # type: ignore[arg-type]
+            enable_prefix_caching=enable_prefix_caching,
+            prefix_cache_dir=prefix_cache_dir,
+        ),
         SchedulerConfig(
             max_num_seqs=16,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -106,16 +106,7 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("`--attention-workers`", "`--prefill-workers`", *OBSERVED[::2], "`--speculative-config`"),
         PASSES,
     ),
-    (
-        "`--prefix-cache-dir`",
-        ("`--tensor-parallel-size`", "`--moe-collectives`", "`--nnodes`"),
-        "each rank holds some heads of a block only",
-    ),
-    (
-        "`--prefix-cache-dir`",
-        ("`--prefill-workers`", "`join --role prefill-worker`"),
-        "blocks that another worker sends are not written",
-    ),
+    ("`--prefix-cache-dir`", ("`--nnodes`",), "the first rank looks for the files of all ranks on its host"),
     ("`--record-routing`", ("`--speculative-config`",), DRAFTS),
     ("`--inflight-batches 2`", ("`--schedule barrier`", "`--schedule async`", "`--schedule auto`"), IN_STEP),
     ("`--rebalance routing`", ("`--speculative-config`",), DRAFTS),

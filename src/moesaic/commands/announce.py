@@ -148,11 +148,12 @@ def requests_of_maximum_length(info: WorkerInfo) -> int:
 
 def capacity_line(info: WorkerInfo) -> str:
     """The line about the capacity of the KV cache, in tokens and in requests."""
-    max_requests = requests_of_maximum_length(info)
+    max_requests, size = requests_of_maximum_length(info), in_bytes(info.kv_request_bytes)
     states = ""
     if info.state_seats:
         states = f"; states of {info.state_seats} requests and {info.state_snapshots} prefixes"
-    return f"KV cache holds {info.kv_tokens} tokens, {max_requests} requests of the maximum length{states}"
+    requests = f"{max_requests} requests of the maximum length of {size} each"
+    return f"KV cache holds {info.kv_tokens} tokens, {requests}{states}"
 
 
 def rounding_lines(info: WorkerInfo) -> list[str]:
@@ -188,6 +189,7 @@ def parsers_line(formats: Formats) -> str:
 def as_record(name: str, url: str, info: WorkerInfo) -> dict[str, object]:
     """The announcement as JSON: event, model, URL, the fields of WorkerInfo and the KV cache's capacity."""
     sizes = {"kv_tokens": info.kv_tokens, "kv_requests": requests_of_maximum_length(info)}
+    sizes["kv_request_bytes"] = info.kv_request_bytes
     return {"event": "serving", "model": name, "url": url} | asdict(info) | sizes
 
 
@@ -210,7 +212,7 @@ def as_table(name: str, info: WorkerInfo) -> Table:
         "context length": f"{info.max_model_len} tokens",
         "batch": f"{info.max_num_seqs} requests, {info.max_num_batched_tokens} tokens per step",
         **({"drafts": info.speculation} if info.speculation else {}),
-        "KV cache": in_bytes(info.kv_bytes),
+        "KV cache": f"{in_bytes(info.kv_bytes)}, {info.kv_bytes // info.kv_tokens} bytes for each token",
         **({"states": in_bytes(info.state_bytes)} if info.state_bytes else {}),
     }
     for label, value in rows.items():

@@ -75,12 +75,8 @@ def settle(
     host or the model can have.
     """
     check_counts(worker, cluster)
-    if worker.cache.prefix_cache_dir is not None:
-        if cluster.prefill_workers:
-            allowed_value = "0 with --prefix-cache-dir"
-            raise ConfigError.field("--prefill-workers", cluster.prefill_workers, allowed_value)
-        if offload.pad:
-            raise ConfigError.field("--pad", "true", "false with --prefix-cache-dir")
+    if worker.cache.prefix_cache_dir is not None and offload.pad:
+        raise ConfigError.field("--pad", "true", "false with --prefix-cache-dir")
     if offload.fast_memory is None and quick_fit.surely_fits(worker, cluster):
         return worker, offload
     # A forked process would have this one's signal handlers and open files.

@@ -393,8 +393,7 @@ class WorkerConfig:
         """Raises ConfigError for a setting that --prefix-cache-dir does not work with."""
         for flag, value, required_value in (
             ("--device", "cuda" if self.model.device == "cuda" else None, None),
-            ("--tensor-parallel-size", self.parallel.tensor_parallel_size, 1),
-            ("--prefill-workers", self.kv_role and "one or more", None),
+            ("--nnodes", self.parallel.nnodes, 1),
         ):
             if value != required_value:
                 requirement = "nothing" if required_value is None else str(required_value)

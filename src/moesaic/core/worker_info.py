@@ -56,3 +56,8 @@ class WorkerInfo:
     def kv_tokens(self) -> int:
         """Tokens that fit into the KV cache."""
         return self.block_size * self.num_blocks
+
+    @property
+    def kv_request_bytes(self) -> int:
+        """Bytes of keys and values of one request of the maximum length, over all ranks."""
+        return -(-self.max_model_len // self.block_size) * self.kv_bytes // self.num_blocks

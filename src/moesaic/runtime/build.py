@@ -89,14 +89,8 @@ def _transfers(context: WorkerContext, parts: WorkerParts) -> Transfers:
 def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constraints) -> Worker:
     servers = NoServers() if parts.servers is None else parts.servers
     transfers = _transfers(context, parts)
-    prefixes = build_prefixes(
-        context.config,
-        parts.loaded_model,
-        parts.kv_dtype,
-        parts.memory,
-        context.limits.max_model_len,
-        None if context.wakeup is None else context.wakeup.ring,
-    )
+    on_read = None if context.wakeup is None else context.wakeup.ring
+    prefixes = build_prefixes(context.config, parts, context.limits.max_model_len, on_read)
     executor = Executor(
         parts.loaded_model.model,
         parts.runner,

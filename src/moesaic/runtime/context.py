@@ -23,6 +23,7 @@ from moesaic.runtime.keeping import KeptModel
 from moesaic.runtime.model_loading import LoadedModel, context_length
 from moesaic.runtime.observer import IGNORING_OBSERVER, WorkerObserver
 from moesaic.runtime.predicting import Predictor
+from moesaic.runtime.prefix_cache.part import OwnPart, PrefixPart
 from moesaic.runtime.routing_recorder import RoutingRecorder
 from moesaic.runtime.step.layerwise import LayerwiseRunner
 from moesaic.runtime.step.running_step import StepRunner
@@ -83,6 +84,10 @@ class WorkerParts:
     """What all layers keep of sequences. In a group it is that of the first rank's heads."""
     images: CopiedMemory | None = None
     """The memory of all ranks, to copy from and to. None: `memory`, or what nobody copies."""
+    stored_root: bytes | None = None
+    """The digest before the first blocks of prefixes on a disk. None: none are stored."""
+    share_prefixes: Callable[[OwnPart], PrefixPart] | None = None
+    """Makes the part of all ranks from that of the first one. None: this process has all of a block."""
     expert_stats: Callable[[], ExpertStats] = ExpertStats
     """Takes a snapshot of what the experts counted."""
     servers: ExpertServers | None = None

@@ -89,7 +89,8 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     runner = _runner(context, stages, experts)
     speculation = make_speculation(config, loaded_model.model)
     prompt_rows = make_prompt_rows(config, loaded_model.model)
-    blocks = _make_blocks(config, loaded_model, size)
+    root = compute_root(config, loaded_model, kv_dtype)
+    blocks = make_block_pool(config.cache, size, stored_root=root)
     return WorkerParts(
         loaded_model,
         kv_dtype,
@@ -97,6 +98,7 @@ def build_parts(context: WorkerContext) -> WorkerParts:
         runner,
         LockstepScheduler(limits, blocks, config.scheduler.inflight_batches, speculation, prompt_rows),
         stages.memory,
+        stored_root=root,
         recorder=build_recorder(config, loaded_model.model.spec, context.routing),
         routes=TokenRoutes(loaded_model.model.spec.moe_layers)
         if loaded_model.model.spec.moe_layers
@@ -119,11 +121,7 @@ def with_servers(
     observer = make_observer(config.trace, context.clock)
     stages = _stages(config, loaded_model, size, layout, shared_heads)
     wakeup = Wakeup()
-    pacing = (
-        None
-        if config.paced is None
-        else Pacing.from_devices(paced_devices.read(Path(config.paced)), wakeup.ring)
-    )
+    pacing = _make_pacing(config, wakeup)
     curves = choose_curves(config, loaded_model, layout)
     num_processes = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *num_processes)
@@ -137,13 +135,17 @@ def with_servers(
     if config.model.cudagraph_mode == "full":
         clients = gpu_parts.full_graphs(context, stages, layout, remote, replicas, runner)
     speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
+    kv_dtype = choose_kv_dtype(config.cache, loaded_model)
+    root = compute_root(config, loaded_model, kv_dtype)
+    blocks = make_block_pool(config.cache, size, stored_root=root)
     return WorkerParts(
         loaded_model,
-        choose_kv_dtype(config.cache, loaded_model),
+        kv_dtype,
         size,
         clients.runner,
-        _scheduler(context, loaded_model, size, layout, speculation, decisions),
+        _scheduler(context, loaded_model, blocks, layout, speculation, decisions),
         stages.memory,
+        stored_root=root,
         expert_stats=clients.stats,
         servers=clients.servers,
         layerwise=LayerwiseRunner(runner, remote),
@@ -157,11 +159,6 @@ def with_servers(
     )
 
 
-def _make_blocks(config: WorkerConfig, loaded_model: LoadedModel, size: CacheSize) -> KVBlocks:
-    root = compute_root(config, loaded_model, choose_kv_dtype(config.cache, loaded_model))
-    return make_block_pool(config.cache, size, stored_root=root)
-
-
 def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
     config, drafts = context.config, uses_mtp(context.config)
     max_threads = config.most_threads
@@ -173,6 +170,12 @@ def _load(context: WorkerContext, layout: ExpertLayout | None) -> LoadedModel:
         (config.model, layout, max_threads, drafts, config.checkpoint_stamp), load
     )
     return add_room_for_drafts(loaded_model, config)
+
+
+def _make_pacing(config: WorkerConfig, wakeup: Wakeup) -> Pacing | None:
+    if config.paced is None:
+        return None
+    return Pacing.from_devices(paced_devices.read(Path(config.paced)), wakeup.ring)
 
 
 def _apply_pace(
@@ -249,13 +252,12 @@ def _runner(context: WorkerContext, stages: BlockStages, experts: RoutedExperts)
 def _scheduler(
     context: WorkerContext,
     loaded_model: LoadedModel,
-    size: CacheSize,
+    blocks: KVBlocks,
     layout: ExpertLayout,
     speculation: Speculation,
     decisions: Decisions,
 ) -> Scheduler:
     """The scheduler of a worker whose experts are on servers. layout: of these experts."""
-    blocks = _make_blocks(context.config, loaded_model, size)
     prompt_rows = make_prompt_rows(context.config, loaded_model.model, layout.num_bytes)
     scheduling, queues, limits = context.config.scheduler, context.config.queues, context.limits
     if scheduling.schedule == "lockstep":

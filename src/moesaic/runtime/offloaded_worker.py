@@ -150,6 +150,7 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
         runner,
         LockstepScheduler(limits, blocks),
         caches.memory(loaded_model.model.spec),
+        stored_root=root,
         expert_stats=runner.stats,
         observer=observer,
         logit_rows=offload.logit_rows,

@@ -118,7 +118,7 @@ class Worker:
 
     def store_prefixes(self) -> None:
         """Write the prefixes that wait for the disk, from any thread, before this process ends."""
-        self._prefixes.close()
+        self._prefixes.flush()
 
     def turn(self, timeout: float | None) -> bool:
         """Receive messages and handle one event.

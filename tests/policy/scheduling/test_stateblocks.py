@@ -31,21 +31,31 @@ def run(states: StateBlocks, request: int, tokens: IntArray, start: int = 0) -> 
 
 def test_a_prompt_is_cut_where_the_next_one_may_branch_off() -> None:
     states = pool()
-    assert states.allocate(0, ints(200), 199) == 0
+    assert states.allocate(0, ints(220), 219) == 0
     assert states.states(0) == (ZEROS, 0, 1, 0)
-    assert run(states, 0, ints(200)) == [192, 200]
+    assert run(states, 0, ints(220)) == [192, 220]
     read, at, own, _ = states.states(0)
     assert at == 192 and read == 1 and own not in (ZEROS, 1), "page 1 is a snapshot now"
-    states.commit(0, ints(200), 200)
+    states.commit(0, ints(220), 220)
     states.free(0)
     assert states.allocate(1, ints(250), 249) == 192
     assert states.states(1)[:2] == (1, 192)
 
 
+def test_a_next_turn_may_write_the_opening_of_an_answer_otherwise() -> None:
+    """The prompt ends two tokens behind a multiple of 64, and the next one has other tokens from 190 on."""
+    states = pool()
+    states.allocate(0, ints(195), 194)
+    assert run(states, 0, ints(195)) == [128, 192, 195]
+    states.free(0)
+    assert states.allocate(1, np.concatenate([ints(190), ints(60, 1000)]), 249) == 128
+    assert states.allocate(2, ints(250), 249) == 192
+
+
 def test_a_prefix_without_a_snapshot_at_its_end_is_shortened_and_gets_one() -> None:
     states = pool()
-    states.allocate(0, ints(400), 399)
-    assert run(states, 0, ints(400)) == [384, 400]
+    states.allocate(0, ints(410), 409)
+    assert run(states, 0, ints(410)) == [384, 410]
     other = np.concatenate([ints(140), ints(100, 1000)])
     assert states.allocate(1, other, len(other) - 1) == 0, "128 tokens are known, but no state"
     assert run(states, 1, other) == [128, 192, 240]

@@ -6,7 +6,9 @@ page has its state at the last multiple of STATE_CHUNK positions. A page that is
 
 Snapshots are kept at these positions:
 
- * the last possible one of a prompt, where the next request of a conversation will branch off
+ * the last possible one of a prompt, where the same prompt goes on
+ * the last one that is OPENING_TOKENS before its end, where the next request of a conversation branches off.
+   A chat template ends a prompt with the opening of an answer, and may write it otherwise in the next prompt
  * the end of what the cache already had of a prompt, as far as there was no snapshot
  * every SNAPSHOT_TOKENS positions
  * where a request ends or is preempted
@@ -33,6 +35,10 @@ SNAPSHOT_TOKENS = 1024
 """Snapshots of long prompts and answers are at most this many tokens apart, rounded up to whole blocks."""
 ZEROS = 0
 """The page of the state before the first token."""
+
+OPENING_TOKENS = 16
+"""Tokens at the end of a prompt that the next turn may write otherwise, such as `<think>` of an answer whose
+reasoning is dropped."""
 
 
 @dataclass
@@ -120,9 +126,9 @@ class StateBlocks(KVBlocks):
             states.read_page = self._snapshots[self._identity(request_id, num_cached)]
             self._readers[states.read_page] += 1
         if self._max_snapshots:
-            states.marks = {
-                end // self._stride * self._stride for end in (self._num_found, len(token_ids) - 1)
-            }
+            last = len(token_ids) - 1
+            ends = self._num_found, last, max(0, last - OPENING_TOKENS)
+            states.marks = {end // self._stride * self._stride for end in ends}
         self._request_states[request_id] = states
         return num_cached
 

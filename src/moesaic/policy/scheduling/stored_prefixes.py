@@ -70,6 +70,17 @@ def chain_digests(root: bytes, contents: Iterable[bytes]) -> list[bytes]:
     return digests
 
 
+def rename_for_rank(digest: bytes, rank: int | None) -> bytes:
+    """The name of the part that a rank of a group has of a block. rank: None: the process has all of it.
+
+    >>> rename_for_rank(b"name", None)
+    b'name'
+    """
+    if rank is None:
+        return digest
+    return hashlib.blake2b(digest + b"rank %d" % rank, digest_size=DIGEST_BYTES).digest()
+
+
 def state_digest(digest: bytes) -> bytes:
     """The name of the state at the end of a block."""
     return hashlib.blake2b(digest + b"state", digest_size=DIGEST_BYTES).digest()

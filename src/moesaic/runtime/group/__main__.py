@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +22,7 @@ from moesaic.runtime import out_of_memory
 from moesaic.runtime.group.build_rank import build_follower
 from moesaic.runtime.group.launcher import ALIVE, ALIVE_SECONDS
 from moesaic.runtime.group.meeting import RankPlace, meet
+from moesaic.runtime.prefix_cache.build import build_own_part
 from moesaic.trace import logs
 
 
@@ -37,14 +39,20 @@ def main() -> int:
     if not line:
         return 0  # the first rank has ended
     place = RankPlace.from_line(line)
-    threading.Thread(target=_end_with_first_rank, daemon=True).start()
+    last_acts: list[Callable[[], None]] = []
+    threading.Thread(target=_end_with_first_rank, args=(last_acts,), daemon=True).start()
     threading.Thread(target=_send_alive, daemon=True).start()
     config = WorkerConfig.from_json(arguments.config)
     logs.set_up(f"rank {arguments.rank} of an attention worker", config.log_level)
     if config.cpus:
         os.sched_setaffinity(0, config.cpus)
     try:
-        build_follower(config, meet(place, lambda meeting: None)).follow()
+        group = meet(place, lambda meeting: None)
+        follower = build_follower(config, group)
+        prefixes = build_own_part(config, follower.memory, group.rank)
+        if prefixes is not None:
+            last_acts.append(prefixes.flush)
+        follower.follow(prefixes)
     except ConnectionLost:
         return 0
     except MoesaicError as error:
@@ -69,9 +77,11 @@ def _send_alive() -> None:
             time.sleep(ALIVE_SECONDS)
 
 
-def _end_with_first_rank() -> None:
-    """End this process when its standard input ends."""
+def _end_with_first_rank(last_acts: list[Callable[[], None]]) -> None:
+    """End this process when its standard input ends. last_acts: what is to be done before."""
     sys.stdin.read()
+    for act in last_acts:
+        act()
     os._exit(0)
 
 

@@ -51,6 +51,7 @@ from moesaic.runtime.group.rows import HostRows, RowCollectives
 from moesaic.runtime.group.sharded_model import GroupPredictor, RankRunner, ShardedModel
 from moesaic.runtime.group.shared_attention import AttentionRank, SharedAttention
 from moesaic.runtime.group.shared_images import GroupMemory
+from moesaic.runtime.group.shared_prefixes import GroupPart
 from moesaic.runtime.group.tensor_rows import DeviceRows
 from moesaic.runtime.group.torch_peers import TorchPeers
 from moesaic.runtime.model_loading import (
@@ -64,6 +65,8 @@ from moesaic.runtime.model_loading import (
     read_expert_layout,
     select_device,
 )
+from moesaic.runtime.prefix_cache.build import compute_root
+from moesaic.runtime.prefix_cache.part import OwnPart
 from moesaic.trace.parts import trace_path
 
 _CACHE_SIZE = struct.Struct("<3q")
@@ -245,23 +248,22 @@ def build_parts(context: WorkerContext) -> WorkerParts:
     runner.launcher = launcher
     if context.on_rank_lost is not None:
         launcher.watch_ranks(context.on_rank_lost)
-    offload, cache = config.offload, config.cache
+    offload = config.offload
     padded_tokens = None if offload is None else offload.padded_prompt_len
-    blocks = make_block_pool(cache, size, padded_tokens)
+    root = compute_root(config, loaded_model, kv_dtype, owners.digest)
+    blocks = make_block_pool(config.cache, size, padded_tokens, root)
     speculation = make_speculation(config, loaded_model.model)
+    prompt_rows = make_prompt_rows(config, loaded_model.model)
     return WorkerParts(
         loaded_model,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(
-            limits,
-            blocks,
-            speculation=speculation,
-            prompt_rows=make_prompt_rows(config, loaded_model.model),
-        ),
+        LockstepScheduler(limits, blocks, speculation=speculation, prompt_rows=prompt_rows),
         runner.memory,
         images=_images(config, runner.memory, group, launcher),
+        stored_root=root,
+        share_prefixes=partial(GroupPart, group, launcher.explain_loss),
         expert_stats=runner.stats,
         logit_rows=None if offload is None else offload.logit_rows,
         linger=0.0 if offload is None else offloaded_worker.LINGER,
@@ -302,6 +304,7 @@ def _with_servers(context: WorkerContext) -> WorkerParts:
     return replace(
         parts,
         images=_images(config, parts.memory, group, launcher),
+        share_prefixes=partial(GroupPart, group, launcher.explain_loss),
         expert_stats=lambda: replace(expert_stats(), group=shared_attention_heads.stats()),
         ranks=group.size,
         collectives=shared_attention.NAME,
@@ -321,8 +324,14 @@ def _images(
 class Follower(Protocol):
     """A rank that computes what the first rank tells it."""
 
-    def follow(self) -> None:
-        """Compute until the first rank is gone. Raises ConnectionLost then."""
+    memory: LayerMemory
+    """What its layers keep of sequences."""
+
+    def follow(self, prefixes: OwnPart | None = None) -> None:
+        """Compute until the first rank is gone. Raises ConnectionLost then.
+
+        prefixes: the rank's part of those on a disk. None: none are stored.
+        """
         ...
 
 

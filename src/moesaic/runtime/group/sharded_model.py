@@ -33,6 +33,7 @@ from moesaic.runtime.group.launcher import RankLauncher
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
 from moesaic.runtime.predicting import select_known_rows
+from moesaic.runtime.prefix_cache.part import OwnPart
 from moesaic.runtime.sampling.checking import SampledTokens
 from moesaic.runtime.step.running_step import StepResult, WholeStep
 from moesaic.runtime.step.stages import until_output_projection
@@ -76,20 +77,22 @@ class RankRunner:
 
     def begin(self, batch: TokenBatch) -> WholeStep:
         """On the first rank: begin a step on all ranks."""
-        self._announce(pack(batch))
-        return WholeStep(partial(self._compute, partial(self._run, batch)))
+        return WholeStep(partial(self._compute, pack(batch), partial(self._run, batch)))
 
     def begin_prediction(self, batch: TokenBatch, rows: IntArray) -> WholeStep:
         """On the first rank: begin the layer of `RunPrediction` on all ranks."""
         assert self._predict is not None
-        self._announce(np.array([_PREDICTION, len(rows), *rows]).tobytes() + pack(batch))
-        return WholeStep(partial(self._compute, partial(self._predict, batch, rows)))
+        message = np.array([_PREDICTION, len(rows), *rows]).tobytes() + pack(batch)
+        return WholeStep(partial(self._compute, message, partial(self._predict, batch, rows)))
 
-    def follow(self) -> None:
-        """On the other ranks: compute the steps of the first rank. Raises ConnectionLost when it is gone."""
+    def follow(self, prefixes: OwnPart | None = None) -> None:
+        """On the other ranks: compute the steps of the first rank. Raises ConnectionLost when it is gone.
+
+        prefixes: see `next_message`.
+        """
         with torch.inference_mode():
             while True:
-                batch, rows = _parse_message(next_message(self._group, self.memory))
+                batch, rows = _parse_message(next_message(self._group, self.memory, prefixes))
                 if rows is None:
                     self._run(batch)
                 elif self._predict is not None:
@@ -110,18 +113,13 @@ class RankRunner:
             ),
         )
 
-    def _announce(self, message: bytes) -> None:
-        try:
-            self._group.announce(message)
-        except ConnectionLost as lost:
-            raise self._explain_loss(lost) from None
-
-    def _compute(self, run: Callable[[], torch.Tensor]) -> StepResult:
-        """Compute a step. It waits inside the collectives only.
+    def _compute(self, message: bytes, run: Callable[[], torch.Tensor]) -> StepResult:
+        """Announce a step and compute it. It waits inside the collectives only.
 
         After an error the group is closed, since the other ranks are in the middle of the step.
         """
         try:
+            self._group.announce(message)
             return StepResult(run())
         except ConnectionLost as lost:
             self._rows.close()

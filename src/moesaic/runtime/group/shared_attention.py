@@ -32,6 +32,7 @@ from moesaic.runtime.group.announcer import Announcer, at_first
 from moesaic.runtime.group.arrays import pack, to_device, unpack
 from moesaic.runtime.group.rows import RowCollectives
 from moesaic.runtime.group.shared_images import next_message
+from moesaic.runtime.prefix_cache.part import OwnPart
 from moesaic.runtime.step.stages import Exchanges, RecordedStages, until_output_projection
 from moesaic.runtime.step.step_kind import Kind
 
@@ -148,19 +149,22 @@ class AttentionRank:
         recordings: StepRecordings | None = None,
     ) -> None:
         """recordings: None: nothing is recorded. The group is closed when this object is deleted."""
-        self._model, self._memory, self._device = model, memory, device
+        self._model, self.memory, self._device = model, memory, device
         self._block_size, self._rows = block_size, rows
         self._recordings = recordings
         weakref.finalize(self, rows.close)
 
-    def follow(self) -> None:
-        """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message."""
+    def follow(self, prefixes: OwnPart | None = None) -> None:
+        """Attend until the first rank is gone. Raises ConnectionLost then, or for a damaged message.
+
+        prefixes: see `next_message`.
+        """
         rows, attention, spec = self._rows, None, self._model.spec
         layers = spec.num_layers + spec.predicting
         empty_rows = torch.empty(0, spec.hidden_size, device=self._device)
         with torch.inference_mode():
             while True:
-                message = next_message(rows.group, self._memory)
+                message = next_message(rows.group, self.memory, prefixes)
                 if self._recordings is not None and self._recordings.is_recording_message(message):
                     self._recordings.follow(message)
                     continue
@@ -173,7 +177,7 @@ class AttentionRank:
                 hidden = rows.all_gather(empty_rows, sizes)
                 positions = to_device(attention.batch.positions, self._device)
                 block = self._model.block(layer)
-                addend = until_output_projection(block, layer, hidden, positions, attention, self._memory)
+                addend = until_output_projection(block, layer, hidden, positions, attention, self.memory)
                 rows.reduce_scatter(addend, sizes)
 
 

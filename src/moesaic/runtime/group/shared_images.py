@@ -22,6 +22,8 @@ from moesaic.experts.collectives.packets import FloatArray
 from moesaic.models.kvcache.images import Bytes, CopiedMemory, OnLayerWritten
 from moesaic.models.kvcache.memory import HybridMemory, LayerMemory
 from moesaic.models.kvcache.paged_kv import PagedKV
+from moesaic.runtime.group.shared_prefixes import parse_order
+from moesaic.runtime.prefix_cache.part import OwnPart
 
 _MARK = -(1 << 62)
 """The first number of a request. Nothing else that is announced begins with it."""
@@ -127,11 +129,19 @@ class GroupMemory:
             raise
 
 
-def next_message(group: Group, memory: LayerMemory) -> bytes:
+def next_message(group: Group, memory: LayerMemory, prefixes: OwnPart | None = None) -> bytes:
     """On another rank: the next message of the first rank that is no request for its memory. It answers those
-    that come before. Raises ConnectionLost when the first rank is gone, or for a damaged request."""
+    that come before, and obeys orders about stored prefixes. Raises ConnectionLost when the first rank is
+    gone, or for a damaged request.
+
+    prefixes: this rank's part of them. None: none are stored.
+    """
     while True:
         message = group.announce(b"")
+        order = parse_order(message)
+        if order is not None and prefixes is not None:
+            order.obey(group, prefixes)
+            continue
         if int.from_bytes(message[:8], "little", signed=True) != _MARK:
             return message
         if len(message) % 8 or len(message) < 8 * _FIELDS or not isinstance(memory, PagedKV | HybridMemory):

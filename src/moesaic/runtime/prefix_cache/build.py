@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -21,15 +23,35 @@ from moesaic.models.kvcache.paged_kv import PagedKV
 from moesaic.policy.scheduling.stored_prefixes import DIGEST_BYTES
 from moesaic.runtime.model_loading import LoadedModel
 from moesaic.runtime.prefix_cache.entry_files import EntryFiles
+from moesaic.runtime.prefix_cache.part import OwnPart, PrefixPart
 from moesaic.runtime.prefix_cache.prefixes import PrefixesOnDisk, StoredPrefixes
 
 LOG = logging.getLogger(__name__)
 
 
-def compute_root(config: WorkerConfig, loaded_model: LoadedModel, kv_dtype: torch.dtype) -> bytes | None:
+class StoringParts(Protocol):
+    """The parts of a worker that stores prefixes."""
+
+    @property
+    def memory(self) -> LayerMemory: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def stored_root(self) -> bytes | None: ...
+
+    @property
+    def share_prefixes(self) -> Callable[[OwnPart], PrefixPart] | None: ...
+
+
+def compute_root(
+    config: WorkerConfig, loaded_model: LoadedModel, kv_dtype: torch.dtype, owners_digest: int = 0
+) -> bytes | None:
     """The digest of all that the bits of a KV block depend on, besides its tokens. None: nothing is stored.
 
-    Raises ConfigError for a model or a device whose KV is not stored.
+    owners_digest: of the experts that each rank of a group has. Raises ConfigError for a model or a device
+    whose KV is not stored.
     """
     if config.cache.prefix_cache_dir is None:
         return None
@@ -52,29 +74,48 @@ def compute_root(config: WorkerConfig, loaded_model: LoadedModel, kv_dtype: torc
             config.remote_experts,
             config.scheduler.combine,
         ),
+        # A sum over ranks has other bits in another order. Where the placement lies changes none.
+        *((replace(config.parallel, placement=None), owners_digest) if is_group(config) else ()),
     )
     return hashlib.blake2b(repr(words).encode(), digest_size=DIGEST_BYTES).digest()
 
 
+def is_group(config: WorkerConfig) -> bool:
+    """Whether the worker is a group of ranks, which have a part of each block each."""
+    return config.parallel.tensor_parallel_size > 1
+
+
 def build_prefixes(
     config: WorkerConfig,
-    loaded_model: LoadedModel,
-    kv_dtype: torch.dtype,
-    memory: LayerMemory,
+    parts: StoringParts,
     max_model_len: int,
     on_read: Callable[[], None] | None,
 ) -> StoredPrefixes:
     """The prefixes of a worker. Raises ConfigError for a directory that cannot be used."""
-    root = compute_root(config, loaded_model, kv_dtype)
-    if root is None or config.cache.prefix_cache_dir is None:
+    own_part = build_own_part(config, parts.memory, 0, on_read)
+    if own_part is None or parts.stored_root is None:
         return StoredPrefixes()
+    token_bytes = parts.ranks * own_part.bytes_of_token(config.cache.block_size)
+    report_size(token_bytes, max_model_len, config.cache.prefix_cache_bytes, config)
+    part = own_part if parts.share_prefixes is None else parts.share_prefixes(own_part)
+    return PrefixesOnDisk(part, config.cache.block_size, parts.stored_root)
+
+
+def build_own_part(
+    config: WorkerConfig, memory: LayerMemory, rank: int, on_read: Callable[[], None] | None = None
+) -> OwnPart | None:
+    """The part of this process, which has this rank if it belongs to a group. None: no prefix is stored.
+
+    Raises ConfigError for a directory that cannot be used.
+    """
+    directory = config.cache.prefix_cache_dir
+    if directory is None:
+        return None
     if not isinstance(memory, PagedKV | HybridMemory):
         condition = "nothing where the KV cache is on two levels of memory"
-        raise ConfigError.field("--prefix-cache-dir", config.cache.prefix_cache_dir, condition)
-    limit = config.cache.prefix_cache_bytes
-    entry_files = EntryFiles(config.cache.prefix_cache_dir, limit)
-    report_size(memory.block_bytes / config.cache.block_size, max_model_len, limit, config)
-    return PrefixesOnDisk(memory, config.cache.block_size, root, entry_files, on_read)
+        raise ConfigError.field("--prefix-cache-dir", directory, condition)
+    files = EntryFiles(directory, config.cache.prefix_cache_bytes, config.parallel.tensor_parallel_size)
+    return OwnPart(memory, files, on_read, rank if is_group(config) else None)
 
 
 def report_size(token_bytes: float, max_model_len: int, limit: int, config: WorkerConfig) -> None:

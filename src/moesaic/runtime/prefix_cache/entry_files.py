@@ -32,7 +32,7 @@ MARK = b"moeskv01"
 SCAN_SHARE = 64
 """The directory is looked through after one part in so many of the limit was written."""
 WRITERS = 4
-"""So many processes may write as much meanwhile, and all of it fits into the limit."""
+"""So many processes may write as much meanwhile, or all ranks of a group. All of it fits into the limit."""
 ABANDONED_SECONDS = 60.0
 """A temporary file of this age belongs to a process that was killed."""
 _NAME = re.compile(r"[0-9a-f]{64}")
@@ -42,9 +42,13 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.\d+")
 class EntryFiles:
     """The entries of a directory, by digest. One thread writes; the other methods are for any thread."""
 
-    def __init__(self, directory: str, limit: int) -> None:
-        """limit: maximum bytes of all files together. Raises ConfigError if the directory cannot be used."""
+    def __init__(self, directory: str, limit: int, ranks: int = 1) -> None:
+        """limit: maximum bytes of all files together. ranks: processes of this worker, which all write.
+
+        Raises ConfigError if the directory cannot be used.
+        """
         self._folder, self._limit = _make_folder(directory), limit
+        self._num_writers = max(WRITERS, ranks)
         self._until_scan = 0
         """Bytes that may be written before the directory is looked through."""
         self._temporary_suffix = f".{int.from_bytes(os.urandom(8))}"
@@ -52,6 +56,14 @@ class EntryFiles:
     def contains(self, digest: bytes) -> bool:
         """Whether there is a file of this name. It may be damaged."""
         return self._path(digest).exists()
+
+    def has_file(self, digest: bytes, content: Bytes) -> bool:
+        """Whether there is an ordinary file of this name, as long as one with this content."""
+        try:
+            state = self._path(digest).lstat()
+        except OSError:
+            return False
+        return stat.S_ISREG(state.st_mode) and state.st_size == HEADER.size + len(content)
 
     def read(self, digest: bytes, content: Bytes) -> bool | None:
         """Read an entry into `content`, [bytes of a block].
@@ -117,7 +129,7 @@ class EntryFiles:
         """Remove what is needed to write so many bytes. Returns the digests of what was removed."""
         old_digests = []
         share = self._limit // SCAN_SHARE
-        for entry in choose_expired(self._scan(), self._limit, max(num_bytes, WRITERS * share)):
+        for entry in choose_expired(self._scan(), self._limit, max(num_bytes, self._num_writers * share)):
             with contextlib.suppress(OSError):
                 (self._folder / entry.name).unlink()
             old_digests.append(bytes.fromhex(entry.name))

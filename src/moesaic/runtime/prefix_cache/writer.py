@@ -91,11 +91,15 @@ class PrefixWriter:
         with self._news:
             return replace(stats, written_bytes=self._written_bytes, dropped_blocks=self._dropped_blocks)
 
-    def close(self) -> None:
-        """Write what waits, for a few seconds at most, and end the thread. Several threads may call it."""
+    def end_soon(self) -> None:
+        """Take nothing more, and end the thread within a few seconds. Several threads may call it."""
         with self._news:
             self._deadline = self._deadline or time.monotonic() + FLUSH_SECONDS
             self._news.notify()
+
+    def close(self) -> None:
+        """Write what waits, for a few seconds at most, and end the thread. Several threads may call it."""
+        self.end_soon()
         self._thread.join(FLUSH_SECONDS + 1.0)
 
     def _queue(self, path: PrefixPath) -> None:
@@ -166,6 +170,10 @@ class PrefixWriter:
         return digest, place
 
     def _write(self, digest: bytes, content: Bytes) -> None:
+        """Write an entry, unless another process has written it meanwhile."""
+        if self._files.has_file(digest, content):
+            self.remember([digest])
+            return
         try:
             old_digests = self._files.write(digest, content)
         except OSError as error:
