@@ -80,6 +80,7 @@ def test_json_carries_every_setting() -> None:
             queue_policy="mtfs",
             combine="partial",
             relay="off",
+            replica_timeout=0.1,
             speculative_config='{"method": "ngram", "num_speculative_tokens": 3}',
         ),
         remote_experts=True,
@@ -115,6 +116,10 @@ def test_json_carries_every_setting() -> None:
         ),
         ("--prefix-cache-disk", lambda: CacheConfig(prefix_cache_dir="d", prefix_cache_disk="1 lot")),
         ("--no-enable-prefix-caching", lambda: dataclasses.replace(STORED, enable_prefix_caching=False)),
+        (
+            "--replica-timeout",
+            lambda: WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(replica_timeout=0.0)),
+        ),
         ("--dtype", lambda: WorkerConfig(ModelConfig("m", dtype="int4"))),
         ("--cudagraph-mode", lambda: WorkerConfig(ModelConfig("m", cudagraph_mode="none"))),
         ("--kernels", lambda: whole_steps(kernels="auto")),

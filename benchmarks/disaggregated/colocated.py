@@ -123,6 +123,8 @@ def one_run(engine: Served, prompts: list[list[int]], new: int) -> dict[str, flo
         "itl_p50": percentile(run.gaps, 0.5),
         "itl_p99": percentile(run.gaps, 0.99),
         "rows_per_expert_run": took.rows_per_expert_run,
+        "runs": float(took.runs),
+        "partial_runs": float(took.partial_runs),
         "worker_waiting": took.worker_waiting / took.seconds / 2,
         **{f"server_idle_{i}": 1 - busy / took.seconds for i, busy in enumerate(took.server_busy)},
     }
@@ -213,7 +215,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     table.add_column("schedule", no_wrap=True)
     for column in (
         *("tok/s", "of barrier", "ITL p50 ms", "p99 ms", "rows a run", "worker waits"),
-        *("server 0 idle", "1 idle"),
+        *("server 0 idle", "1 idle", "partial runs"),
     ):
         table.add_column(column, justify="right")
     base = {
@@ -229,6 +231,7 @@ def show(found: dict[str, Any], console: Console) -> None:
             *(f"{1e3 * row['itl_p50']:.1f}", f"{1e3 * row['itl_p99']:.1f}"),
             *(f"{row['rows_per_expert_run']:.1f}", f"{row['worker_waiting']:.0%}"),
             *(f"{row['server_idle_0']:.0%}", f"{row['server_idle_1']:.0%}"),
+            f"{row['partial_runs']:.0f} of {row['runs']:.0f}",
         )
     console.print(table)
     if found["breakdown"]:

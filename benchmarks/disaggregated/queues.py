@@ -40,6 +40,10 @@ class Watched:
     """Number of pairs that wait at all expert servers."""
     depths: list[list[float]] = field(default_factory=list)
     """[each SAMPLE seconds][place] rows that wait in the attention workers; the last place is the sampler."""
+    runs: list[int] = field(default_factory=list)
+    """Number of runs of the attention workers so far."""
+    partial_runs: list[int] = field(default_factory=list)
+    """Those that computed only some of their worker's rows."""
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -120,6 +124,8 @@ def _look(engine: Served, watched: Watched, now: float) -> None:
     watched.ended.append(len(engine.times) - len(engine.open))
     watched.running.append(counters.worker.running)
     watched.waiting.append(counters.worker.waiting)
+    watched.runs.append(counters.worker.steps)
+    watched.partial_runs.append(counters.worker.partial_runs)
     watched.waiting_pairs.append(sum(one.waiting_pairs for one in counters.servers))
 
 
@@ -144,6 +150,8 @@ def evaluate(watched: Watched, gaps: list[float], rate: float) -> dict[str, Any]
         "input_per_s": over_time(watched.arrived),
         "output_per_s": over_time(watched.ended),
         "open_at_end": watched.arrived[-1] - watched.ended[-1],
+        "runs": watched.runs[-1] - watched.runs[half],
+        "partial_runs": watched.partial_runs[-1] - watched.partial_runs[half],
         "running": statistics.fmean(watched.running[half:]),
         "waiting": statistics.fmean(watched.waiting[half:]),
         "waiting_pairs": statistics.fmean(watched.waiting_pairs[half:]),
@@ -165,6 +173,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         "waiting",
         "rows ready",
         "pairs waiting",
+        "partial runs",
     )
     table.add_column("policy")
     for column in (*columns, "ITL p50 ms", "p99 ms"):
@@ -187,6 +196,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
             ),
             *(f"{middle['running']:.1f}", f"{middle['waiting']:.1f}"),
             *(f"{middle['waiting_rows']:.1f}", f"{middle['waiting_pairs']:.0f}"),
+            f"{middle['partial_runs']:.0f} of {middle['runs']:.0f}",
             *(f"{1e3 * middle['itl_p50']:.0f}", f"{1e3 * middle['itl_p99']:.0f}"),
         )
     console.print(table)

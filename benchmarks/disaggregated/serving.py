@@ -93,6 +93,10 @@ class Spent:
     """Busy seconds of each expert server."""
     resent_pairs: int
     failovers: int
+    runs: int
+    """Of the attention workers."""
+    partial_runs: int
+    """Those that computed only some of their worker's rows."""
 
     @property
     def rows_per_expert_run(self) -> float:
@@ -114,6 +118,8 @@ def spent(before: Counters, after: Counters) -> Spent:
         server_busy=tuple(grown("busy_seconds")),
         resent_pairs=new.resent_pairs - old.resent_pairs,
         failovers=new.failovers - old.failovers,
+        runs=after.worker.steps - before.worker.steps,
+        partial_runs=after.worker.partial_runs - before.worker.partial_runs,
     )
 
 

@@ -14,6 +14,7 @@ with equal ones all requests run in phase, and throughput depends on that more t
     sglang    consecutive experts, requests in turn
     moetuner  the solver moetuner, requests in turn
     sem-moe   the solver sem-moe, requests as in its Algorithm 2 (affinity-rounds)
+    control   sglang again, with other lengths of requests: what differs between two equal systems
 
 Only 2 of the layers are simulated, since all take the same time; latencies are of that part, and ratios
 comparable. Two links:
@@ -160,7 +161,13 @@ def bandwidth(model: ModelSizes, links: str) -> float:
 
 
 def point(
-    model: ModelSizes, name: str, links: str, clients: int, prompt: int, options: argparse.Namespace
+    model: ModelSizes,
+    name: str,
+    links: str,
+    clients: int,
+    prompt: int,
+    options: argparse.Namespace,
+    seed: int = 1,
 ) -> tuple[float, float, float]:
     """Requests per second, and mean seconds to the first and to the last token (by Little's law)."""
     one, recorded = system(name, routed.EXPERTS[model.name])
@@ -170,7 +177,7 @@ def point(
         tables = {
             "model": model.name,
             "devices": "h100",
-            "seed": 1,
+            "seed": seed,
             "duration": options.seconds,
             "warm_up": options.seconds / 2,
             "links": {"latency_us": 5.0, "gb_per_s": bandwidth(model, links), "number_bytes": 2},
@@ -228,6 +235,9 @@ def compared(
             name: [point(model, name, links, clients, prompt, options) for clients in options.clients]
             for name in SYSTEMS
         }
+        points["control"] = [
+            point(model, "sglang", links, clients, prompt, options, seed=2) for clients in options.clients
+        ]
         light = points["sglang"][0]
         local = {name: system(name, routed.EXPERTS[model.name])[0].local for name in SYSTEMS}
         for which, objective in enumerate(("first token", "whole answer")):
@@ -258,6 +268,16 @@ def compared(
                     "exchange_needed": round((1 - 1 / gain) / (1 - kept), 2),
                     "by_tables_3_4": round((1 - 1 / gain) / (1 - published), 2),
                 }
+            yield {
+                "model": model.name,
+                "prompt": prompt,
+                "links": links,
+                "objective": objective,
+                "beside": "sglang",
+                "system": "control",
+                "requests_per_s": reached["control"],
+                "ratio": round(reached["control"] / reached["sglang"], 2),
+            }
 
 
 def throughput(options: argparse.Namespace) -> Iterator[Row]:

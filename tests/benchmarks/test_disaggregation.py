@@ -155,7 +155,9 @@ def test_what_is_kept_is_of_the_same_rounds_control() -> None:
 
 def test_rates_are_those_of_the_second_half() -> None:
     arrived, ended, running = [0, 9, 10, 20], [0, 1, 4, 10], [0, 1, 2, 6]
-    watched = queues.Watched([0.0, 1.0, 2.0, 3.0], arrived, ended, running, [0] * 4, [8] * 4)
+    watched = queues.Watched(
+        [0.0, 1.0, 2.0, 3.0], arrived, ended, running, [0] * 4, [8] * 4, runs=[0] * 4, partial_runs=[0] * 4
+    )
     found = queues.evaluate(watched, [0.1, 0.2], 7.0)
     assert (found["input_per_s"], found["output_per_s"], found["open_at_end"]) == (10.0, 6.0, 10)
     assert (found["running"], found["waiting_pairs"], found["itl_p50"]) == (4.0, 8.0, 0.2)

@@ -79,9 +79,12 @@ def test_samples_become_means_by_time() -> None:
 
 def test_depths_by_place_are_those_of_the_second_half() -> None:
     seen = [[9.0, 9.0], [9.0, 9.0], [1.0, 2.0], [3.0, 6.0]]
-    watched = queues.Watched([0.0, 1.0, 2.0], [0, 1, 2], [0, 1, 2], [0] * 3, [0] * 3, [0] * 3, seen)
+    watched = queues.Watched(
+        [0.0, 1.0, 2.0], [0, 1, 2], [0, 1, 2], [0] * 3, [0] * 3, [0] * 3, seen, [0, 4, 9], [0, 1, 3]
+    )
     found = queues.evaluate(watched, [0.1], 1.0)
     assert (found["waiting_rows_by_place"], found["waiting_rows"]) == ([2.0, 4.0], 6.0)
+    assert (found["runs"], found["partial_runs"]) == (5, 2)
 
 
 @pytest.mark.parametrize(

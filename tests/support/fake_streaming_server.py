@@ -26,6 +26,8 @@ class FakeServer:
     """Send an error event after this many tokens."""
     tokenize_status: int = 200
     max_model_len: int | None = 1000
+    metrics: list[str] = field(default_factory=list)
+    """The answers of /metrics, one after another. Without one left it is 404."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -97,13 +99,19 @@ class FakeServer:
                 self._send(writer, 200, {"data": [card]})
             case "/tokenize":
                 self._send(writer, self.tokenize_status, {"tokens": [3, 1, 4, 1, 5]})
+            case "/metrics" if self.metrics:
+                self._send_raw(writer, 200, self.metrics.pop(0).encode())
+            case "/metrics":
+                self._send(writer, 404, {})
             case _:
                 self.times.append(time.perf_counter())
                 self.bodies.append(body)
                 await self._generate(path, body, writer)
 
     def _send(self, writer: asyncio.StreamWriter, status: int, value: Any) -> None:
-        raw = json.dumps(value).encode()
+        self._send_raw(writer, status, json.dumps(value).encode())
+
+    def _send_raw(self, writer: asyncio.StreamWriter, status: int, raw: bytes) -> None:
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Length: {len(raw)}\r\n\r\n"
         writer.write(head.encode() + raw)
 

@@ -71,7 +71,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("--cluster-secret-file", "--standby-for", "--distributed-executor-backend"),
     ),
     "Faults and scaling": (
-        *("--min-replicas", "--redundant-experts", "--rebalance", "--rebalance-interval"),
+        *("--min-replicas", "--replica-timeout", "--redundant-experts", "--rebalance"),
+        "--rebalance-interval",
         *("--autoscale", "--slo-ttft", "--slo-itl", "--unavailable-timeout"),
     ),
     "Ranks": (

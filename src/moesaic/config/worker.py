@@ -160,6 +160,9 @@ class SchedulerConfig:
     relay: RelayUse = "auto"
     """Whether a row that several expert servers of another host need is sent to one of them, which passes it
     on. auto: where it pays by the links. always: wherever it saves bytes. off: never."""
+    replica_timeout: float | None = None
+    """Minimum seconds without progress after which an attention worker asks another expert server that holds
+    the experts. None: 10 times the longest round trip of the last 30 to 60 s, from 0.05 to 0.3 s."""
     speculative_config: str | None = None
     """Draft tokens and check several of them in a step, as JSON, such as {"method": "ngram",
     "num_speculative_tokens": 4}. ngram also takes prompt_lookup_max and prompt_lookup_min. mtp drafts 1 token
@@ -369,6 +372,9 @@ class WorkerConfig:
             self._check_speculation(self.scheduler.speculative_config)
         require_one_of("--combine", self.scheduler.combine, get_args(Combine))
         require_one_of("--relay", self.scheduler.relay, get_args(RelayUse))
+        timeout = self.scheduler.replica_timeout
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise ConfigError.field("--replica-timeout", timeout, "more than 0 seconds")
         require_one_of("--queue-policy", self.scheduler.queue_policy, get_args(QueuePolicyName))
         self.queues.check(self.scheduler.schedule, self.scheduler.queue_policy)
         at_least("--max-num-seqs", self.scheduler.max_num_seqs, 1)

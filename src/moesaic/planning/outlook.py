@@ -183,7 +183,6 @@ def plan_streamed_job(
         SEARCHED if gpu else OVER_DISK,
         largest_batch=REQUESTS,
         requests=REQUESTS,
-        whole_cache=True,
         tolerance=NEAR_SHARE,
     )
     room = int(hardware.fast.room) // MIB

@@ -211,7 +211,6 @@ def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLi
         micro_batch=None if size is None else int(min(size, job.requests)),
         micro_batches=options.micro_batches,
         requests=job.requests,
-        whole_cache=True,
         tolerance=NEAR_SHARE,
     )
 

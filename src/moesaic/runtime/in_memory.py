@@ -28,7 +28,7 @@ from moesaic.experts.connector import Connector, return_unchanged
 from moesaic.experts.pacing import Pace, Pacing
 from moesaic.experts.remote import RemoteExperts
 from moesaic.models.kvcache.memory import CacheSize, layer_memory
-from moesaic.policy.fleet.replicas import Replicas
+from moesaic.policy.fleet.replicas import Replicas, ReplicaTimeout
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.minimum_batch import Decisions, cpu_curves
 from moesaic.policy.scheduling.schedulers.actions import Scheduler
@@ -125,7 +125,8 @@ def with_servers(
     curves = choose_curves(config, loaded_model, layout)
     num_processes = config.expert_servers, config.attention_workers
     decisions = Decisions(curves, layout.num_experts, layout.top_k, *num_processes)
-    replicas = Replicas(own_server=config.own_server, pair_bytes=2 * 4 * layout.hidden)
+    timeout = ReplicaTimeout(floor=config.scheduler.replica_timeout)
+    replicas = Replicas(timeout, config.own_server, pair_bytes=2 * 4 * layout.hidden)
     remote = _remote(
         context, layout, loaded_model, observer, wakeup, pacing, decisions.partial_answer_rows, replicas
     )

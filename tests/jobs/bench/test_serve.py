@@ -11,7 +11,7 @@ from tests.support.fake_streaming_server import FakeServer
 from moesaic.core.errors import ConfigError, ConnectionLost
 from moesaic.jobs.bench.measure import is_good
 from moesaic.jobs.bench.options import ServeBench
-from moesaic.jobs.bench.report import print_report
+from moesaic.jobs.bench.report import WorkerRuns, print_report
 from moesaic.jobs.bench.serve import BenchError, run
 
 
@@ -94,6 +94,29 @@ def test_chat_with_prompts_of_a_file(tmp_path):
         assert server.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
     assert report.summary.total_output == 18
     assert report.summary.spreads["ttft"].mean >= 20.0
+
+
+def test_partial_runs_are_those_of_the_load():
+    """Other servers do not count them."""
+    names = ('moesaic:{}_total{{model_name="m"}} {}', "vllm:{}_total {}")
+    for name, other in (
+        (names[0], "moesaic:other_runs_total 9.0"),
+        (names[1], "# HELP moesaic:runs_total x"),
+    ):
+        pages = [
+            "\n".join((other, name.format("runs", runs), name.format("partial_runs", partial), ""))
+            for runs, partial in ((100.0, 3.0), (1437.0, 962.0))
+        ]
+        console = quiet()
+        with FakeServer(metrics=pages) as server:
+            report = bench(server, console)
+        assert report.runs == WorkerRuns(1337, 959)
+        print_report(report, console)
+        assert "959 / 1337" in console.file.getvalue()
+        assert report.to_dict()["partial_runs"] == 959
+    with FakeServer() as server:
+        report = bench(server)
+    assert report.runs is None and report.to_dict()["partial_runs"] is None
 
 
 def test_objectives_from_a_light_load():

@@ -124,6 +124,25 @@ def test_every_token_comes_though_servers_die(schedule: dict[str, Any], kind: st
     assert all(server.waiting_pairs == 0 for server in found.fleet.servers.values())
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_token_comes_though_workers_die(schedule: dict[str, Any]) -> None:
+    """Worker 0 dies twice and comes back once. Worker 1 then has all requests."""
+    faults = [{"at": 0.31, "worker": 0, "back": 0.5}, {"at": 1.7, "worker": 0}, {"at": 1.9, "server": 0}]
+    work = {"kind": "closed", "clients": 12, "prompt": [3, 9], "answer": [10, 20], "requests": 100}
+    placement = {"min_replicas": 2}
+    found = cluster(schedule=schedule, faults=faults, workload=work, placement=placement, duration=60.0)
+    figures = found.run()
+    lives = found.front.lives
+    assert [len(one) for one in times(found)] == [life.request.params.max_tokens for life in lives]
+    assert figures.completed == len(lives) == 100
+    ends = [life for life in lives if life.times[-1] > 1.7]
+    assert ends and all(life.worker == 1 for life in ends)
+    assert len({life.worker for life in lives if life.times[-1] < 1.7}) > 1
+    names = ["worker 0 dies", "worker 0 is back", "worker 0 dies", "server 0 dies"]
+    assert [text for _, text in figures.changes] == names
+    assert all(share >= 0 for idle in figures.idle.values() for share in idle.values())
+
+
 def test_without_replicas_rows_wait_for_the_server_that_comes_back() -> None:
     work = {"kind": "closed", "clients": 4, "prompt": 4, "answer": 10, "requests": 12}
     faults = [{"at": 0.1, "server": 0, "back": 5.0}]
@@ -143,7 +162,23 @@ def test_a_lost_host_costs_a_timeout_and_a_broken_connection_does_not() -> None:
         found.run()
         longest[kind] = max(max(np.diff(one)) for one in times(found))
     assert longest["dies"] < 0.15
-    assert 0.3 < longest["vanishes"] < 1.0  # the floor and the ceiling of ReplicaTimeout, and a step
+    assert 0.05 < longest["vanishes"] < 1.0  # the floor and the ceiling of ReplicaTimeout, and a step
+
+
+def test_a_set_timeout_replaces_the_measured_one() -> None:
+    work = {"kind": "closed", "clients": 8, "prompt": 4, "answer": 40, "requests": 8}
+    longest = []
+    for seconds in (0.2, 0.7):
+        found = cluster(
+            workload=work,
+            faults=[{"at": 0.2, "server": 0, "kind": "vanishes"}],
+            placement={"min_replicas": 2},
+            schedule={"replica_timeout": seconds},
+            duration=20.0,
+        )
+        found.run()
+        longest.append(max(max(np.diff(one)) for one in times(found)))
+    assert longest[1] - longest[0] == pytest.approx(0.5, abs=0.1)
 
 
 # ---- determinism

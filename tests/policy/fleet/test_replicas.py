@@ -145,6 +145,50 @@ def test_a_freeze_costs_less_than_a_second_whatever_is_outstanding(pairs: int) -
     assert silence(replicas(BOTH, patience=None), pairs) <= 0.8 + 1e-9, "that never answered"
 
 
+def answered(subject: Replicas, seconds: float, now: float) -> None:
+    """Server 0 answers 64 pairs that many seconds after they were sent, at `now`."""
+    subject.record_sent(0, 64, now - seconds)
+    subject.record_answer(0, 64, now)
+
+
+def test_the_least_timeout_is_ten_times_the_longest_round_trip() -> None:
+    for trips, expected in (([0.001], 0.05), ([0.001, 0.012, 0.001], 0.12), ([0.1, 0.001], 0.3)):
+        subject = replicas(BOTH, patience=None)
+        for second, seconds in enumerate(trips):
+            answered(subject, seconds, 1.0 + second)
+        assert silence(subject, 1) == pytest.approx(expected), trips
+
+
+def test_a_long_round_trip_counts_for_thirty_to_sixty_seconds() -> None:
+    for later, expected in ((59.0, 0.12), (61.0, 0.05)):
+        subject = replicas(BOTH, patience=None)
+        answered(subject, 0.012, 1.0)
+        for second in (later - 30, later):
+            answered(subject, 0.001, 1.0 + second)
+        subject.record_sent(0, 1, 2.0 + later)
+        deadline = subject.next_deadline()
+        assert deadline is not None
+        assert deadline - 2.0 - later == pytest.approx(expected)
+
+
+def test_a_server_that_was_given_up_too_early_lengthens_the_timeout() -> None:
+    subject = replicas(BOTH, patience=None)
+    answered(subject, 0.001, 1.0)
+    subject.record_sent(0, 1, 2.0)
+    assert subject.late(2.06) == [0]
+    subject.mask(0)
+    subject.remove_server(0)
+    subject.add_server(0)
+    answered(subject, 0.001, 3.0)
+    assert silence(subject, 1, 4.0) == pytest.approx(0.3)
+
+
+def test_a_set_floor_is_taken_as_it_is() -> None:
+    subject = replicas(BOTH, patience=ReplicaTimeout(floor=0.9))
+    answered(subject, 0.001, 1.0)
+    assert silence(subject, 1, 1.0) == pytest.approx(0.9), "also above the ceiling"
+
+
 def test_a_server_that_honestly_needs_long_is_not_given_up_for_ever() -> None:
     """A run takes ten seconds and begins again each time that its server is given up. That happens at most
     four times."""

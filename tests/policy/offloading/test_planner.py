@@ -94,7 +94,7 @@ def test_layers_beyond_the_first_cost_what_the_last_ones_did() -> None:
 @pytest.mark.slow
 def test_the_search_finds_the_best_of_all_that_fit() -> None:
     """Every candidate is priced. None is faster than the one that the search with pruning finds."""
-    job, limits = Workload(20, 10), SearchLimits(largest_batch=24)
+    job, limits = Workload(20, 10), SearchLimits(largest_batch=24, split_cache=True)
     pricing = Pricing(TINY, SMALL, job)
     policies = list(candidates(pricing, limits))
     best = search(TINY, SMALL, job, limits)
@@ -108,11 +108,19 @@ def test_the_search_finds_the_best_of_all_that_fit() -> None:
 
 def test_policies_are_whole() -> None:
     pricing = Pricing(TINY, SMALL, Workload(20, 10))
-    for policy in candidates(pricing, SearchLimits(largest_batch=24)):
+    for policy in candidates(pricing, SearchLimits(largest_batch=24, split_cache=True)):
         kept = (1 - policy.slow_cache) * 30 / 16
         assert kept == pytest.approx(round(kept)) or policy.slow_cache == 0
         assert isinstance(policy.static_experts, int)
         assert policy.slow_cache == 1 or not policy.slow_attention
+
+
+def test_the_cache_is_on_one_level_unless_it_may_be_split() -> None:
+    """`run-batch` and `serve` carry out no other policy."""
+    pricing = Pricing(TINY, SMALL, Workload(20, 10))
+    found = list(candidates(pricing, SearchLimits(largest_batch=24)))
+    assert {policy.slow_cache for policy in found} == {0, 1}
+    assert all(pricing.footprint.fits(policy) for policy in found)
 
 
 def test_the_fast_level_is_filled() -> None:

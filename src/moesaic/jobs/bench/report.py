@@ -20,6 +20,19 @@ MEDIAN = 50
 
 
 @dataclass(frozen=True)
+class WorkerRuns:
+    """Runs of a server's attention workers."""
+
+    total: int
+    partial: int
+    """Runs that computed only some of the rows in flight, with --schedule async and auto."""
+
+    def subtract(self, start: WorkerRuns) -> WorkerRuns:
+        """The runs that came after `start`."""
+        return WorkerRuns(self.total - start.total, self.partial - start.partial)
+
+
+@dataclass(frozen=True)
 class Report:
     """The result of `moesaic bench serve`."""
 
@@ -41,6 +54,8 @@ class Report:
     light: Summary | None
     """The light load from which the objectives were derived."""
     outcomes: Sequence[Outcome]
+    runs: WorkerRuns | None = None
+    """The runs of the server's attention workers. None: the server does not count them."""
 
     def to_dict(self, with_details: bool = False) -> dict[str, Any]:
         """The report with vLLM's names. with_details: include the measurements of each request."""
@@ -66,6 +81,8 @@ class Report:
             "output_throughput": summary.output_throughput,
             "total_token_throughput": summary.total_token_throughput,
             "max_concurrent_requests": self.max_concurrent_requests,
+            "runs": None if self.runs is None else self.runs.total,
+            "partial_runs": None if self.runs is None else self.runs.partial,
             "slo_ms": dict(self.objectives) or None,
             "light_load": None if self.light is None else dict(_flat(self.light)),
             "errors": dict(self.errors()),
@@ -127,6 +144,8 @@ def _totals(report: Report) -> Table:
     table.add_row("output throughput (tok/s)", f"{summary.output_throughput:.2f}")
     table.add_row("total token throughput (tok/s)", f"{summary.total_token_throughput:.2f}")
     table.add_row("peak concurrent requests", str(report.max_concurrent_requests))
+    if report.runs is not None:
+        table.add_row("partial runs / runs of workers", f"{report.runs.partial} / {report.runs.total}")
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from moesaic.core.errors import ConfigError, MoesaicError
+from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
 from moesaic.jobs.bench.load import Clock, Load, Outcome
 from moesaic.jobs.bench.measure import (
     METRICS,
@@ -28,7 +29,7 @@ from moesaic.jobs.bench.measure import (
 )
 from moesaic.jobs.bench.options import ServeBench
 from moesaic.jobs.bench.plan import Plan, check_lengths, plan_serve
-from moesaic.jobs.bench.report import Report, describe_light
+from moesaic.jobs.bench.report import Report, WorkerRuns, describe_light
 from moesaic.jobs.bench.workload import POOL_TEXT, Item, token_pool
 from moesaic.server.client import Client
 
@@ -117,9 +118,11 @@ class _Bench:
         options = self.options
         with _progress(self.console, len(plan.load), self.clock) as show:
             load = self._load(show)
+            runs_before = await _count_runs(self.client)
             start = self.clock()
             outcomes = await load.run(plan.load, options.max_concurrency)
             duration = self.clock() - start
+            runs_after = await _count_runs(self.client)
         return Report(
             model=model,
             base_url=self.client.base_url,
@@ -137,6 +140,7 @@ class _Bench:
             objectives=objectives,
             light=light,
             outcomes=outcomes,
+            runs=None if runs_before is None or runs_after is None else runs_after.subtract(runs_before),
         )
 
     def _load(self, show: Callable[[Outcome], None] = lambda outcome: None) -> Load:
@@ -174,6 +178,20 @@ async def _choose_model(client: Client, name: str | None) -> tuple[str, int | No
     model = next(iter(cards)) if name is None else name
     limit = cards.get(model, {}).get("max_model_len")
     return model, limit if isinstance(limit, int) else None
+
+
+async def _count_runs(client: Client) -> WorkerRuns | None:
+    """The counters in the server's metrics. None: it does not have them, or does not show its metrics."""
+    try:
+        text = str((await client.get("/metrics")).body)
+    except ConnectionLost:  # the report says what became of the requests
+        return None
+    counts = [
+        re.search(rf"(?m)^\w+:{name}_total(?:{{.*}})? (\S+)$", text) for name in ("runs", "partial_runs")
+    ]
+    if counts[0] is None or counts[1] is None:
+        return None
+    return WorkerRuns(*(int(float(count[1])) for count in counts if count is not None))
 
 
 async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence[int] | range:

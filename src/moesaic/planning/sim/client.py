@@ -183,6 +183,12 @@ class SimulatedExperts:
         if self._work is not None:
             self._arrive()
 
+    def leave(self) -> None:
+        """The worker's process is gone: close all connections."""
+        for connection in self._connections.values():
+            self._close(connection)
+        self._connections.clear()
+
     # ---- the barrier
 
     def enter_barrier(self, work: bool) -> None:

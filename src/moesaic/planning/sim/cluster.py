@@ -28,13 +28,13 @@ from moesaic.planning.sim.figures import CallTimes, Figures, HostLink, Sample, S
 from moesaic.planning.sim.fleet import Fleet, first_placement
 from moesaic.planning.sim.front import Front, generate_items
 from moesaic.planning.sim.routes import Routes
-from moesaic.planning.sim.scenario import Scenario
+from moesaic.planning.sim.scenario import Fault, Scenario
 from moesaic.planning.sim.server import SimulatedServer
 from moesaic.planning.sim.shape import Shape
 from moesaic.planning.sim.timeline import SAMPLE, Timeline
 from moesaic.planning.sim.worker import SimulatedWorker
 from moesaic.policy.fleet.relays import HOP, Relays
-from moesaic.policy.fleet.replicas import Replicas
+from moesaic.policy.fleet.replicas import Replicas, ReplicaTimeout
 from moesaic.policy.placement.dispatch import Dispatch, RoundRobin, least_loaded
 from moesaic.policy.placement.solvers import SOLVERS
 from moesaic.policy.placement.solvers.link_aware import solve_for_links
@@ -113,6 +113,8 @@ class SimulatedCluster:
         self.record = Record(self)
         self.front = self._front()
         self.workers = [self._worker(number) for number in range(scenario.workers.count)]
+        self.past_workers: list[tuple[int, SimulatedWorker]] = []
+        """Number and process of those that died."""
         hosts = None if topology is None else topology.server_hosts(scenario.servers.count)
         placement = first_placement(scenario, self.shape.layout, self._solve_placement(), hosts)
         self.fleet = Fleet(self.timeline, scenario, self.shape.layout, placement, self._server, self.front)
@@ -122,11 +124,34 @@ class SimulatedCluster:
         scenario, timeline = self.scenario, self.timeline
         self.fleet.begin([worker.executor.experts for worker in self.workers])
         self.front.begin(self.workers, generate_items(scenario))
+        for fault in scenario.faults:
+            if fault.worker is not None:
+                timeline.schedule(fault.at, partial(self._strike, fault, fault.worker))
         for sample in range(1, SAMPLES + 1):
             timeline.schedule(sample * scenario.duration / SAMPLES, self.record.sample, SAMPLE)
         timeline.schedule(scenario.warm_up, self.record.begin, SAMPLE)
         timeline.run(scenario.duration)
         return self.record.figures()
+
+    def _strike(self, fault: Fault, number: int) -> None:
+        """A worker dies."""
+        if number in self.front.lost_workers:
+            return
+        worker = self.workers[number]
+        self.fleet.note(f"worker {number} dies")
+        worker.die()
+        self.fleet.remove_client(worker.executor.experts)
+        self.past_workers.append((number, worker))
+        self.front.lose_worker(number)
+        if fault.back is not None:
+            self.timeline.schedule(self.timeline.now + fault.back, partial(self._return, number))
+
+    def _return(self, number: int) -> None:
+        """A new process takes the place of a dead worker's."""
+        self.workers[number] = worker = self._worker(number)
+        self.fleet.note(f"worker {number} is back")
+        self.fleet.add_client(worker.executor.experts)
+        self.front.replace_worker(number, worker)
 
     def _solve_placement(self) -> Placement | None:
         table, routing = self.scenario.placement, self.scenario.routing
@@ -180,7 +205,11 @@ class SimulatedCluster:
         experts = SimulatedExperts(
             self.timeline,
             stream,
-            Replicas(own_server=number if is_colocated else None, pair_bytes=2 * row),
+            Replicas(
+                ReplicaTimeout(floor=scenario.schedule.replica_timeout),
+                own_server=number if is_colocated else None,
+                pair_bytes=2 * row,
+            ),
             layout.num_experts,
             row,
             portion_rows=self._decisions.partial_answer_rows if kind in SEPARATE else None,
@@ -304,6 +333,13 @@ def _share(counts: Counter[str]) -> float:
     return counts["partial_runs"] / max(1, counts["runs"])
 
 
+def _add_idle(idle: dict[str, dict[str, float]], name: str, causes: dict[str, float]) -> None:
+    """Add the seconds of one process to those of earlier ones of this name, by cause."""
+    seconds = idle.setdefault(name, {})
+    for cause in causes:
+        seconds[cause] = seconds.get(cause, 0.0) + causes[cause]
+
+
 class Record:
     """Counts while the cluster runs."""
 
@@ -344,8 +380,9 @@ class Record:
     def _snapshot(self) -> _Snapshot:
         cluster, now = self._cluster, self._cluster.timeline.now
         cluster.front.settle()
-        stats = [worker.scheduler.stats() for worker in cluster.workers]
-        executors = [worker.executor for worker in cluster.workers]
+        workers = [*cluster.past_workers, *enumerate(cluster.workers)]
+        stats = [worker.scheduler.stats() for _, worker in workers]
+        executors = [worker.executor for _, worker in workers]
         counts = Counter(
             runs=sum(item.steps for item in stats),
             partial_runs=sum(item.partial_runs for item in stats),
@@ -353,15 +390,12 @@ class Record:
             segments=sum(item.segments for item in executors),
             server_runs=sum(server.runs for server in cluster.fleet.all_servers),
         )
-        idle = {f"attention worker {i}": worker.idle.seconds for i, worker in enumerate(cluster.workers)}
+        idle: dict[str, dict[str, float]] = {}
+        for number, worker in workers:
+            _add_idle(idle, f"attention worker {number}", worker.idle.seconds)
         pairs: Counter[int] = Counter()
         for server in cluster.fleet.all_servers:
-            name = f"expert server {server.number}"
-            past_seconds = idle.get(name, {})
-            causes = server.idle.seconds
-            idle[name] = past_seconds | {
-                cause: past_seconds.get(cause, 0.0) + s for cause, s in causes.items()
-            }
+            _add_idle(idle, f"expert server {server.number}", server.idle.seconds)
             pairs[server.number] += int(server.load.sum())
         return _Snapshot(
             time=now,
@@ -384,7 +418,8 @@ class Record:
             number: end.server_pairs[number] - begin.server_pairs.get(number, 0)
             for number in end.server_pairs
         }
-        stats = [worker.executor.experts.replicas.stats for worker in cluster.workers]
+        workers = [*(worker for _, worker in cluster.past_workers), *cluster.workers]
+        stats = [worker.executor.experts.replicas.stats for worker in workers]
         schedule = cluster.scenario.schedule.kind
         times = [item / max(1, self._pairs) for item in self._times]
         return Figures(
@@ -394,7 +429,7 @@ class Record:
             seconds=span,
             **self._latencies(begin.time, span),
             in_flight=(end.in_flight - begin.in_flight) / span,
-            preemptions=sum(worker.scheduler.stats().preemptions for worker in cluster.workers),
+            preemptions=sum(worker.scheduler.stats().preemptions for worker in workers),
             rows_per_run=counts["run_rows"] / max(1, counts["segments"]),
             pairs_per_run=sum(pairs.values()) / max(1, counts["server_runs"]),
             partial_runs=_share(counts) if schedule in SEPARATE else None,

@@ -106,7 +106,8 @@ class Fleet:
             self._start(number)
         self._publish()
         for fault in self._scenario.faults:
-            self._timeline.schedule(fault.at, partial(self._strike, fault))
+            if fault.server is not None:
+                self._timeline.schedule(fault.at, partial(self._strike, fault, fault.server))
         if self._scenario.placement.rebalance_interval or self._scenario.placement.autoscale:
             self._timeline.schedule(REPORT_SECONDS, self._look)
 
@@ -127,16 +128,28 @@ class Fleet:
             client.update(self.servers, experts)
             client.wake()
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Keep what happened, and when."""
         self.changes.append((self._timeline.now, text))
 
     # ---- faults
 
-    def _strike(self, fault: Fault) -> None:
-        server = self.servers.get(fault.server)
+    def add_client(self, client: SimulatedExperts) -> None:
+        """A worker's process began."""
+        self._clients.append(client)
+        client.update(
+            self.servers, {server: self.placement.server_experts(server) for server in self.servers}
+        )
+
+    def remove_client(self, client: SimulatedExperts) -> None:
+        """A worker's process is gone."""
+        self._clients.remove(client)
+
+    def _strike(self, fault: Fault, number: int) -> None:
+        server = self.servers.get(number)
         if server is None or not server.alive:
             return
-        self._note(f"server {fault.server} {fault.kind}")
+        self.note(f"server {number} {fault.kind}")
         if fault.kind == "freezes":
             assert fault.back is not None
             server.freeze(self._timeline.now + fault.back)
@@ -148,7 +161,7 @@ class Fleet:
     def _return(self, dead: SimulatedServer) -> None:
         if self.servers.get(dead.number) is dead:
             self._start(dead.number)
-            self._note(f"server {dead.number} is back")
+            self.note(f"server {dead.number} is back")
             self._publish()
 
     # ---- balance
@@ -207,5 +220,5 @@ class Fleet:
         if servers is not None:
             for number in self.servers.keys() - servers.keys():
                 self.past.append(self.servers.pop(number))
-        self._note(change)
+        self.note(change)
         self._publish()

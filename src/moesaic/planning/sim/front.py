@@ -119,6 +119,8 @@ class Front:
         self._total_blocks = total_blocks
         self._num_clients = num_clients
         self._workers: list[SimulatedWorker] = []
+        self.lost_workers: set[int] = set()
+        """Numbers of the workers that died and have no new process."""
         self._requests: list[int] = []
         self._blocks: list[int] = []
         self._items: Iterator[Item] = iter(())
@@ -147,8 +149,8 @@ class Front:
     def record_admissions(self, action: Admit) -> None:
         """Requests have joined a batch."""
         for request, seconds, epoch in zip(action.requests, action.queue_seconds, action.epochs, strict=True):
-            # A request that was preempted is admitted again, but it waited in the queue only once.
-            if not epoch:
+            # A request that was preempted or has lost its worker is admitted again, but it came only once.
+            if not epoch and self.lives[request.request_id].queue_seconds is None:
                 self.lives[request.request_id].queue_seconds = seconds
 
     def record_tokens(self, worker: int, action: Emit) -> None:
@@ -199,17 +201,37 @@ class Front:
         self.settle()
         self.in_flight += 1
         prompt = _prompt(item.prompt)
+        request = Request(len(self.lives), prompt, _params(item.answer), arrival=self._timeline.now)
+        self.lives.append(Life(request, 0))
+        self._send(self.lives[-1])
+
+    def _send(self, life: Life) -> None:
+        """Send a request to a worker, with the tokens that it has."""
         loads = {
             number: WorkerLoad(self._total_blocks, self._blocks[number], self._requests[number])
             for number in range(len(self._workers))
+            if number not in self.lost_workers
         }
-        worker = self._dispatch(loads, prompt)
-        blocks = -(-item.prompt // self._block_size)
-        request = Request(len(self.lives), prompt, _params(item.answer), arrival=self._timeline.now)
-        self.lives.append(Life(request, worker, blocks))
-        self._requests[worker] += 1
-        self._blocks[worker] += blocks
-        self._workers[worker].send(Submit([request]))
+        answer = [TOKEN] * len(life.times)
+        prompt = life.request.prompt_token_ids
+        life.worker = self._dispatch(loads, [*prompt, *answer] if answer else prompt)
+        life.blocks = -(-(len(prompt) + len(answer)) // self._block_size)
+        self._requests[life.worker] += 1
+        self._blocks[life.worker] += life.blocks
+        self._workers[life.worker].send(Submit([life.request], [answer] if answer else []))
+
+    def lose_worker(self, number: int) -> None:
+        """A worker died. Its requests go on at others."""
+        self.lost_workers.add(number)
+        self._requests[number] = self._blocks[number] = 0
+        for life in self.lives:
+            if life.worker == number and not life.has_ended:
+                self._send(life)
+
+    def replace_worker(self, number: int, worker: SimulatedWorker) -> None:
+        """A new process has this number."""
+        self._workers[number] = worker
+        self.lost_workers.discard(number)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,8 @@ class ScheduleTable:
     """Whether a server answers each (row, expert) pair, or a sum for each row."""
     relay: str = setting("auto", choice("auto", "always", "off"))
     """Whether a row goes to another host once, also if several servers there need it, with a topology."""
+    replica_timeout: float | None = setting(None, number(is_exclusive=True))
+    """Seconds, as --replica-timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +178,15 @@ class RoutingTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a server."""
+    """What happens to a server, or to an attention worker."""
 
     at: float = setting(MISSING, number())
     """Seconds from the start."""
-    server: int = setting(MISSING, whole_number(0))
+    server: int | None = setting(None, whole_number(0))
+    """The server's number."""
+    worker: int | None = setting(None, whole_number(0))
+    """The attention worker's number, in place of a server's. It can only die. Its requests go on at others at
+    once, and those compute the keys and values again, unless workload.prefill is false."""
     kind: str = setting("dies", choice("dies", "vanishes", "freezes"))
     """dies: its process ends, and its connections break. vanishes: its host is gone, and nobody is told.
     freezes: it does nothing for a time."""
@@ -307,11 +313,20 @@ class Scenario:
             allowed_values = f"{self.workers.count} as workers.count, with servers.beside_workers"
             raise ConfigError.field("servers.count", self.servers.count, allowed_values)
         for index, fault in enumerate(self.faults):
-            if fault.server >= self.servers.count:
-                allowed_values = f"0 to {self.servers.count - 1}"
-                raise ConfigError.field(f"faults.{index}.server", fault.server, allowed_values)
-            if fault.kind == "freezes" and fault.back is None:
-                raise ConfigError(f"faults.{index}.back: it is missing, with kind 'freezes'")
+            self._check_fault(f"faults.{index}.", fault)
+
+    def _check_fault(self, prefix: str, fault: Fault) -> None:
+        if (fault.server is None) == (fault.worker is None):
+            raise ConfigError.field(f"{prefix}server", fault.server, f"a number, or {prefix}worker has one")
+        for name, count in (("server", self.servers.count), ("worker", self.workers.count)):
+            number = getattr(fault, name)
+            if number is not None and number >= count:
+                raise ConfigError.field(f"{prefix}{name}", number, f"0 to {count - 1}")
+        if fault.worker is not None and (fault.kind != "dies" or self.workers.count == 1):
+            allowed_values = "dies with a worker, of which there are at least 2"
+            raise ConfigError.field(f"{prefix}kind", fault.kind, allowed_values)
+        if fault.kind == "freezes" and fault.back is None:
+            raise ConfigError(f"{prefix}back: it is missing, with kind 'freezes'")
 
     def _check_serve_settings(self) -> None:
         """Check what `serve` checks in its flags. Messages name the scenario's fields in their place."""

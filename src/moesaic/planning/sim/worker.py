@@ -59,6 +59,12 @@ class SimulatedWorker:
         self._inbox.append(message)
         self._process.wake()
 
+    def die(self) -> None:
+        """End. Servers see the connections close."""
+        self._process.stop()
+        self.idle.end()
+        self.executor.experts.leave()
+
     def _run(self) -> Waits:
         while True:
             self._receive()

@@ -9,9 +9,12 @@ requests. The paper leaves some points open. We decide them so:
   On its host the one with the fewest outstanding pairs is chosen. On other hosts it is the one whose link
   would carry its outstanding pairs and these first. If no links are known, all servers count as near.
 - Timeout: a server is late when it showed no progress for `factor` times the expected duration of its
-  outstanding work. The expectation uses the pace that it showed so far. The timeout is at least `floor` and
-  at most `ceiling` seconds, so that a frozen server costs less than a second. A server without a measured
-  pace gets `unknown` seconds.
+  outstanding work. The expectation uses the pace that it showed so far. The timeout is at most `ceiling`
+  seconds, so that a frozen server costs less than a second. A server without a measured pace gets
+  `unmeasured_seconds`.
+- Shortest timeout: `round_trips` times the longest silence of any server that was followed by an answer, in
+  the last `window` seconds at least. So fast links and devices get a short one, and a host whose processes
+  lose their cores now and then a longer one. It is between both `floors`, or it is `floor` where that is set.
 - Slow servers: a server that really needs longer must not be given up again and again, since each time its
   work is lost. So the ceiling is never below twice the longest silence after which this server answered. The
   silence of a false failover counts too. Quick answers let this value decay.
@@ -48,8 +51,14 @@ class ReplicaTimeout:
 
     factor: float = 20.0
     """Timeout as a multiple of the expected duration of the outstanding work."""
-    floor: float = 0.3
-    """Minimum timeout in seconds."""
+    floor: float | None = None
+    """Minimum timeout in seconds. None: it is measured."""
+    floors: tuple[float, float] = (0.05, 0.3)
+    """The smallest and the largest measured minimum, in seconds."""
+    round_trips: float = 10.0
+    """The measured minimum as a multiple of the longest silence before an answer."""
+    window: float = 30.0
+    """Seconds for which such a silence counts at least; it counts for less than twice as long."""
     ceiling: float = 0.6
     """Maximum timeout in seconds, for a server that never answered after a long silence."""
     unmeasured_seconds: float = 0.8
@@ -58,6 +67,38 @@ class ReplicaTimeout:
     """Share of the timeout after which pairs that go through a relay are sent directly."""
     memory: float = 0.9
     """Factor by which each answer decays the longest known silence."""
+
+    @property
+    def shortest(self) -> float:
+        """Seconds below which no timeout is."""
+        return self.floors[0] if self.floor is None else self.floor
+
+
+class LongestSilence:
+    """The longest silence in seconds that an answer ended, in this window or in the one before."""
+
+    def __init__(self, window: float) -> None:
+        """window: seconds."""
+        self._window = window
+        self._begin = -math.inf
+        self._longest = self._longest_before = 0.0
+
+    def record(self, silence: float, now: float) -> None:
+        """An answer came after this many seconds."""
+        if now >= self._begin + self._window:
+            is_next = now < self._begin + 2 * self._window
+            self._longest_before, self._longest = self._longest if is_next else 0.0, 0.0
+            self._begin = now
+        self._longest = max(self._longest, silence)
+
+    def raise_to(self, silence: float) -> None:
+        """A server that was given up after this many seconds was not gone."""
+        self._longest = max(self._longest, silence)
+
+    @property
+    def seconds(self) -> float:
+        """The length of that silence, which is 0 before the first answer."""
+        return max(self._longest, self._longest_before)
 
 
 @dataclass(frozen=True)
@@ -109,6 +150,7 @@ class Replicas:
         """Layer -> server, for layers whose experts are all on one server."""
         self._mask_timeouts: dict[int, float] = {}
         """Servers given up because of a timeout -> that timeout in seconds."""
+        self._longest_silence = LongestSilence(self._patience.window)
         self._silence: dict[int, float] = {}
         """Server -> the longest silence in seconds that it survived, decayed with each answer."""
         self._suspected_servers: frozenset[int] = frozenset()
@@ -181,6 +223,7 @@ class Replicas:
         """Record that a connection to `server` was made."""
         if server in self._mask_timeouts:
             self._silence[server] = self._mask_timeouts.pop(server)
+            self._longest_silence.raise_to(self._silence[server])
             self._count(false_failovers=1)
         self._due.discard(server)
         self._servers[server] = _Server()
@@ -275,7 +318,7 @@ class Replicas:
         state = self._servers[server]
         if not state.outstanding:
             state.last_progress = now
-            self._calm_until = min(self._calm_until, now + self._patience.floor - ROUNDING)
+            self._calm_until = min(self._calm_until, now + self._patience.shortest - ROUNDING)
         state.outstanding += pairs
         if is_resend:
             self._count(resent_pairs=pairs)
@@ -286,6 +329,7 @@ class Replicas:
         if state is None or not pairs:
             return
         silence = now - state.last_progress
+        self._longest_silence.record(silence, now)
         self._silence[server] = max(silence, self._patience.memory * self._silence.get(server, 0.0))
         pace = silence / pairs
         # Adapt at once to a slower pace and slowly to a faster one, so that the timeout is rather too long.
@@ -328,7 +372,7 @@ class Replicas:
         late_servers: list[int] = []
         if now <= self._calm_until and not self._due:
             return late_servers
-        soonest = now - self._patience.floor  # no timeout is shorter
+        soonest = now - self._patience.shortest
         for server, state in self._servers.items():
             pending = state.outstanding and state.last_progress < soonest
             overdue = pending and now > state.last_progress + self._timeout_seconds(server, state)
@@ -338,7 +382,7 @@ class Replicas:
         oldest = min(
             (state.last_progress for state in self._servers.values() if state.outstanding), default=now
         )
-        self._calm_until = min(now, oldest) + self._patience.floor - ROUNDING
+        self._calm_until = min(now, oldest) + self._patience.shortest - ROUNDING
         return late_servers
 
     def next_deadline(self) -> float | None:
@@ -359,7 +403,14 @@ class Replicas:
         if state.pace is None:
             return max(rule.unmeasured_seconds, survived_seconds)
         expected_seconds = rule.factor * state.pace * state.outstanding
-        return max(rule.floor, min(expected_seconds, max(rule.ceiling, survived_seconds)))
+        return max(self._floor(), min(expected_seconds, max(rule.ceiling, survived_seconds)))
+
+    def _floor(self) -> float:
+        """Minimum timeout in seconds."""
+        rule = self._patience
+        if rule.floor is not None:
+            return rule.floor
+        return min(max(rule.floors[0], rule.round_trips * self._longest_silence.seconds), rule.floors[1])
 
     def _is_spare(self, server: int) -> bool:
         """Whether all other servers together could replace `server`.

@@ -48,8 +48,8 @@ class SearchLimits:
     """Number of micro-batches. None: the search chooses."""
     requests: float = math.inf
     """Number of requests of the whole job. A last batch that is not full takes as long as a full one."""
-    whole_cache: bool = False
-    """True: all of the cache is on one level. The executor requires this."""
+    split_cache: bool = False
+    """True: each level may have a share of the cache. `run-batch` and `serve` put all of it on one."""
     tolerance: float = 0.0
     """Among policies whose throughput is within this share of the best, the one that keeps resources least
     busy is taken."""
@@ -148,7 +148,7 @@ def _list_counts(pricing: Pricing, policy: Policy, limits: SearchLimits) -> Iter
         counts = COUNTS if limits.micro_batches is None else (limits.micro_batches,)
         for count in sorted({min(count, max_count) for count in counts} - {0}):
             for one in _list_allowed_policies(pricing, replace(first, micro_batches=count)):
-                policy = replace(one, slow_cache=math.ceil(one.slow_cache)) if limits.whole_cache else one
+                policy = one if limits.split_cache else replace(one, slow_cache=math.ceil(one.slow_cache))
                 if policy != one and not _footprint(pricing).fits(policy):
                     continue
                 if not limits.fast_only or is_fast_only(pricing.model, policy):
