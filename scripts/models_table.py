@@ -139,7 +139,7 @@ def in_memory(model: ModelSizes, hardware: Hardware) -> float | None:
 def from_disk(model: ModelSizes, hardware: Hardware) -> float | None:
     """Priced tokens/s of one request whose experts are read from the disk. None: the rest does not fit."""
     prompt, generate = choose_lengths(CONTEXT)
-    limits = SearchLimits(SCHEDULES, largest_batch=1, requests=1, whole_cache=True, tolerance=NEAR_SHARE)
+    limits = SearchLimits(SCHEDULES, largest_batch=1, requests=1, tolerance=NEAR_SHARE)
     job = Job(1, prompt, generate, prompt + generate)
     found = JobSearch(model, hardware, job, ROW_BYTES, limits).find_policy(
         int(hardware.fast.room) // MIB * MIB
