@@ -1,4 +1,5 @@
-// Blocks whose numbers are dequantised in registers as they are stored. Their codes are bytes, or halves of bytes.
+// Blocks whose numbers are dequantised in registers as they are stored. Their codes are bytes, or halves of bytes. Those of
+// Q6_K are put together for each half of a block.
 //
 // Few rows are bound by instructions as much as by memory. Unpacking takes about as many as dequantising, so products of few
 // rows do without it. The bits of other types lie apart. Those are unpacked first (blocks.h), 32 bytes at a time.
