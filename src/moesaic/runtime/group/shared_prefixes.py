@@ -136,8 +136,8 @@ class GroupPart:
         self._own_part.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(MoesaicError):  # a rank is gone
-            self._announce(_Order(_END))
+        with contextlib.suppress(ConnectionLost):  # a rank is gone
+            self._group.announce(_Order(_END).pack())
         self._own_part.close()
 
     def _collect(self, read: EndedRead) -> EndedRead:
