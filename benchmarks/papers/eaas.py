@@ -285,7 +285,7 @@ def saving(options: argparse.Namespace) -> Iterator[Row]:
     for what, model, event_us in (
         ("bf16", MODEL, 0.0),
         ("experts in 8 bits", EIGHT_BITS, 0.0),
-        *((f"a host takes {us:g} us an event", EIGHT_BITS, us) for us in (1000.0, 4000.0, 16000.0)),
+        *((f"a host takes {us:g} us an event", EIGHT_BITS, us) for us in (1000.0, 4000.0)),
     ):
         full = None
         for gpus in options.sizes:
@@ -307,17 +307,14 @@ def day(options: argparse.Namespace) -> Iterator[Row]:
         def itl(requests: int, gpus: int, model: ModelSizes = model) -> float:
             return _loaded(requests, options.seconds, gpus // 2, gpus // 2, model=model).run().itl.mean
 
-        objective = options.slack * itl(peak, most)
-        used = 0
-        for hour in range(24):
+        objective, gpus, used = options.slack * itl(peak, most), SMALLEST, 0
+        for hour in range(13):
             requests = round(peak * (0.625 - 0.375 * math.cos(2 * math.pi * hour / 24)) / 64) * 64
-            gpus = most
-            while gpus - 2 >= SMALLEST and itl(requests, gpus - 2) <= objective:
-                gpus -= 2
-            used += gpus
-            if hour <= 12:
-                row = {"assumed": what, "hour": hour, "requests": requests, "gpus": gpus}
-                yield row | {"of_objective": round(itl(requests, gpus) / objective, 2)}
+            while gpus < most and itl(requests, gpus) > objective:
+                gpus += 2
+            used += gpus * (1 if hour in (0, 12) else 2)
+            row = {"assumed": what, "hour": hour, "requests": requests, "gpus": gpus}
+            yield row | {"of_objective": round(itl(requests, gpus) / objective, 2)}
         yield {
             "assumed": what,
             "hour": "the day",

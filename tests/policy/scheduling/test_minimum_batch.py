@@ -11,6 +11,7 @@ from moesaic.core import curves, paced_devices
 from moesaic.core.curves import Curve, DeviceCurves, Thresholds
 from moesaic.cost.curves import of_machine
 from moesaic.cost.machines import MACHINES
+from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.policy.scheduling.minimum_batch import MAX_THRESHOLD, Decisions, Load, cpu_curves, unevenness
 
 PAPER = paced_devices.read(Path(__file__).parents[3] / "benchmarks" / "papers" / "async_moe.toml")
@@ -178,3 +179,15 @@ def test_a_file_of_modelled_devices_is_one_of_curves(tmp_path: Path) -> None:
     assert curves.read(tmp_path / "a.toml").thresholds == Thresholds(waited_pairs=3)
     assert paced_devices.read(tmp_path / "a.toml").curves.thresholds == Thresholds(waited_pairs=3)
     assert curves.read(tmp_path / "b.toml").shares_cores
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MODELS)
+@pytest.mark.parametrize("servers", [2, 4])
+def test_no_part_of_64_or_128_rows_runs_alone_on_a_cpu(name: str, servers: int) -> None:
+    """docs/ideas/asynchronous-expert-parallelism.md says so: there `async` acts as lockstep."""
+    model = PUBLISHED_MODELS[name]
+    expert = 3.0 * model.hidden * model.expert_width
+    decisions = Decisions(
+        cpu_curves(expert, 4.0 * model.hidden**2, 8), model.experts, round(model.top_k), servers, 2
+    )
+    assert not any(decisions.any_part_runs_alone(Load(rows, rows)) for rows in (64, 128))
