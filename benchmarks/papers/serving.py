@@ -226,6 +226,46 @@ def at_objective(rates: Sequence[float], latencies: Sequence[float], objective: 
     return rates[-1]
 
 
+def rows_at_objective(
+    model: ModelSizes,
+    points: dict[str, list[tuple[float, float, float]]],
+    which: int,
+    stated: dict[str, tuple[float, float]],
+    links: str,
+) -> Iterator[Row]:
+    """Sem-MoE beside both baselines, and SGLang beside itself, at one objective.
+
+    points: of each system, its rate and its two latencies for each number of clients. which: the latency.
+    """
+    objective = OBJECTIVE * points["sglang"][0][1 + which]
+    reached = {
+        name: at_objective([point[0] for point in curve], [point[1 + which] for point in curve], objective)
+        for name, curve in points.items()
+    }
+    local = {name: system(name, routed.EXPERTS[model.name])[0].local for name in SYSTEMS}
+    for base in ("sglang", "moetuner"):
+        gain = stated[base][which]
+        kept = (1 - local["sem-moe"]) / (1 - local[base])
+        published = (1 - PUBLISHED[model.name]) / (1 - 1 / PUBLISHED_RANKS)
+        yield {
+            "gb_per_s": bandwidth(model, links),
+            "beside": base,
+            "requests_per_s": reached["sem-moe"],
+            "ratio": round(reached["sem-moe"] / reached[base], 2),
+            "stated": gain,
+            "local": local["sem-moe"],
+            "local_beside": local[base],
+            "exchange_needed": round((1 - 1 / gain) / (1 - kept), 2),
+            "by_tables_3_4": round((1 - 1 / gain) / (1 - published), 2),
+        }
+    yield {
+        "beside": "sglang",
+        "system": "control",
+        "requests_per_s": reached["control"],
+        "ratio": round(reached["control"] / reached["sglang"], 2),
+    }
+
+
 def compared(
     model: ModelSizes, prompt: int, stated: dict[str, tuple[float, float]], options: argparse.Namespace
 ) -> Iterator[Row]:
@@ -238,46 +278,9 @@ def compared(
         points["control"] = [
             point(model, "sglang", links, clients, prompt, options, seed=2) for clients in options.clients
         ]
-        light = points["sglang"][0]
-        local = {name: system(name, routed.EXPERTS[model.name])[0].local for name in SYSTEMS}
         for which, objective in enumerate(("first token", "whole answer")):
-            reached = {
-                name: at_objective(
-                    [one[0] for one in found],
-                    [one[1 + which] for one in found],
-                    OBJECTIVE * light[1 + which],
-                )
-                for name, found in points.items()
-            }
-            for base in ("sglang", "moetuner"):
-                gain = stated[base][which]
-                kept = (1 - local["sem-moe"]) / (1 - local[base])
-                published = (1 - PUBLISHED[model.name]) / (1 - 1 / PUBLISHED_RANKS)
-                yield {
-                    "model": model.name,
-                    "prompt": prompt,
-                    "links": links,
-                    "gb_per_s": bandwidth(model, links),
-                    "objective": objective,
-                    "beside": base,
-                    "requests_per_s": reached["sem-moe"],
-                    "ratio": round(reached["sem-moe"] / reached[base], 2),
-                    "stated": gain,
-                    "local": local["sem-moe"],
-                    "local_beside": local[base],
-                    "exchange_needed": round((1 - 1 / gain) / (1 - kept), 2),
-                    "by_tables_3_4": round((1 - 1 / gain) / (1 - published), 2),
-                }
-            yield {
-                "model": model.name,
-                "prompt": prompt,
-                "links": links,
-                "objective": objective,
-                "beside": "sglang",
-                "system": "control",
-                "requests_per_s": reached["control"],
-                "ratio": round(reached["control"] / reached["sglang"], 2),
-            }
+            for row in rows_at_objective(model, points, which, stated, links):
+                yield {"model": model.name, "prompt": prompt, "links": links, "objective": objective, **row}
 
 
 def throughput(options: argparse.Namespace) -> Iterator[Row]:
