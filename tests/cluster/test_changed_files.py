@@ -235,8 +235,9 @@ def test_an_llm_raises_before_it_computes_from_a_changed_file(model: Path) -> No
 def test_a_group_of_ranks_ends_by_name(model: Path, expected: list[Answer]) -> None:
     with cluster(str(model), attention_workers=1, tensor_parallel_size=2) as served:
         overwrite(model)
-        served.until(lambda: health(served) == "unavailable")
-        assert any(what.startswith(f"attention worker 0: {model / WEIGHTS}: ") for what in failures(served))
+        reason = f"attention worker 0: {model / WEIGHTS}: "
+        served.until(lambda: any(what.startswith(reason) for what in failures(served)))
+        assert health(served) == "unavailable"
         put_back(model)
         served.until(lambda: all_serve(served))
         assert health(served) == "serving"
