@@ -237,7 +237,7 @@ def test_a_group_of_ranks_ends_by_name(model: Path, expected: list[Answer]) -> N
         overwrite(model)
         reason = f"attention worker 0: {model / WEIGHTS}: "
         served.until(lambda: any(what.startswith(reason) for what in failures(served)))
-        assert health(served) == "unavailable"
+        served.until(lambda: health(served) == "unavailable")
         put_back(model)
         served.until(lambda: all_serve(served))
         assert health(served) == "serving"
