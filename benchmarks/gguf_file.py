@@ -66,14 +66,16 @@ def main() -> None:
     parser.add_argument("--gen-len", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=Path, help="write the rows here, after each concurrency")
     arguments = parser.parse_args()
     arguments.engines = []
     ready = start_engines(arguments)
-    rows = [row for concurrency in arguments.concurrency for row in measure(arguments, concurrency)]
+    rows: list[dict[str, Any]] = []
+    for concurrency in arguments.concurrency:
+        rows += measure(arguments, concurrency)
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"ready": ready, "rows": rows}, indent=2))
     show(rows, ready)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"ready": ready, "rows": rows}, indent=2))
     for engine in arguments.engines:
         engine.stop()
 
@@ -86,6 +88,7 @@ def measure(arguments: argparse.Namespace, concurrency: int) -> list[dict[str, A
     for turn in range(arguments.rounds + 1):
         for engine in engines:
             answer = engine.ask(do="run", prompts=prompts, new=arguments.gen_len)
+            tell(concurrency, turn, engine.name, answer)
             time.sleep(PAUSE)
             if turn:  # the first one warms up
                 answers[engine.name].append(answer | {"memory": read_test.gb_per_s()})
@@ -93,6 +96,12 @@ def measure(arguments: argparse.Namespace, concurrency: int) -> list[dict[str, A
     return [
         summarise(engine.name, answers[engine.name], step_bytes, arguments, concurrency) for engine in engines
     ]
+
+
+def tell(concurrency: int, turn: int, name: str, answer: dict[str, Any]) -> None:
+    """Writes one run's seconds to the error stream, since a big file's runs take minutes."""
+    times = f"prefill {answer['prefill_s']:.1f} s, decode {answer['decode_s']:.1f} s"
+    print(f"{concurrency} requests, round {turn}, {name}: {times}", file=sys.stderr, flush=True)
 
 
 def summarise(
