@@ -1,8 +1,14 @@
-"""Runs that other people published beside the prices of their machines: `python benchmarks/published_runs.py`.
+"""Compares what other people published of their machines with what the planner says of them.
 
-It needs no network, no weights and none of the machines. `published_runs.toml` has the runs, and by which rule
-they were taken. Each machine becomes a `DataSheet`, and the planner prices the model on it, as `moesaic doctor`
-does: decode of one request, prefill of its prompt. Figures are tokens/s, ratios are predicted over measured.
+    python benchmarks/published_runs.py [--json] [--held-out]
+
+It needs no network, no weights and none of the machines. `published_runs.toml` has the runs, and the rule by
+which they were taken. Each machine becomes a `DataSheet`, and the planner prices the model on it, as `moesaic
+doctor` does: decode for one request, and prefill of its prompt. Figures are tokens/s, and a ratio is predicted
+over measured. *First* is the prediction by the rules that were fixed before any run was compared.
+
+--held-out chooses two numbers of the rules for each machine by the runs on all other machines. If its errors
+are larger, then the rules were fitted to these runs.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.core.weight_types import BLOCK_TYPES
-from moesaic.cost.data_sheet import DataSheet, predict_machine
+from moesaic.cost.data_sheet import FIRST_RULES, DataSheet, Rules, predict_machine
 from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.reading import read
 from moesaic.cost.sizes import ModelSizes
@@ -28,6 +34,7 @@ from moesaic.policy.offloading.planner import PolicySearch, SearchLimits
 from moesaic.policy.offloading.policies import Workload
 from moesaic.policy.offloading.pricing import Price, Pricing
 
+Table = Mapping[str, Any]
 HERE = Path(__file__).resolve().parent
 RUNS = HERE / "published_runs.toml"
 CONFIGS = HERE.parent / "tests" / "models" / "published"
@@ -42,15 +49,29 @@ EXPERTS = {
     "MXFP4": ("mxfp4_e8m0", "mxfp4_e8m0"),
 }
 """Type of a file -> types of the experts in each half of its layers. Types that are left out have `bits`."""
+OTHER_TYPES = {"MXFP4": "q8_0"}
+"""Type of a file -> type of all but the experts, where that is another one: llama.cpp writes gpt-oss so."""
 PLAIN = ("BF16", "F16")
 CACHE_NUMBER = 2.0
 """Bytes of a cached number: these engines keep float16."""
 GENERATE = 128
-PREFILL_SHARES = {"ik_llama.cpp": 1.0, "colibri": 1.0}
+PREFILL_SHARES = {"ik_llama.cpp": 1.0, "llamafile": 1.0}
 OTHER_PREFILL_SHARE = 0.53
-"""Share of the kernels' rate that llama.cpp's products of many rows reach, and those of programs around it: the
-middle of what it had beside moesaic's avx512_int8 on an EPYC and a Xeon (docs/lab, blocks as files have them:
-161 and 249, 72 and 175 tokens/s). ik_llama.cpp has other products, made for many rows as moesaic's are."""
+"""Share of the kernels' rate that products of many rows reach in llama.cpp, and in programs around it.
+
+It is the middle of what llama.cpp had beside moesaic's avx512_int8 on an EPYC and a Xeon: 161 and 249, 72 and
+175 tokens/s (docs/lab, blocks as files have them). ik_llama.cpp has other products, made for many rows as
+moesaic's are, and llamafile took them over in 2024.
+"""
+
+
+GRID = [
+    Rules(read_share=share / 100, wait=wait * 1e-6)
+    for share in (70, 75, 80, 85, 90)
+    for wait in (0.0, 1.2, 2.4, 3.6)
+]
+"""The rules among which --held-out chooses."""
+KEYS = ("median_error", "within_30")
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,8 @@ class Pair:
     disk: float | None
     what: str
     """"decode" or "prefill"."""
+    first: float
+    """What FIRST_RULES predict."""
     predicted: float
     measured: float
 
@@ -83,41 +106,45 @@ def load() -> dict[str, Any]:
     return tomllib.loads(RUNS.read_text(encoding="utf-8"))
 
 
-def pairs(data: Mapping[str, Any] | None = None) -> list[Pair]:
-    """Every run's predictions, decode before prefill."""
-    data = load() if data is None else data
+def pairs(rules: Rules | None = None) -> list[Pair]:
+    """Every run's predictions, decode before prefill. rules: those of data sheets. None: today's."""
+    data = load()
     machines = {one["id"]: one for one in data["machine"]}
-    found = [pair for run in data["run"] for pair in _pairs_of(run, machines[run["machine"]], data["config"])]
-    return sorted(found, key=lambda pair: pair.what)
+    rules = rules or Rules()
+    return [
+        _compare(run, machines[run["machine"]], data["config"], what, rules)
+        for what in ("decode", "prefill")
+        for run in data["run"]
+        if what in run
+    ]
 
 
-def _pairs_of(
-    run: Mapping[str, Any], machine: Mapping[str, Any], configs: Mapping[str, Any]
-) -> Iterator[Pair]:
-    sheet = sheet_of(run, machine)
-    model, hardware = sizes_of(run, configs), predict_machine(sheet, run["type"] not in PLAIN)
-    predictions = {"decode": lambda: predict_decode(run, model, hardware)}
-    predictions["prefill"] = lambda: predict_prefill(run, model, hardware)
-    for what, predict in predictions.items():
-        if what in run:
-            yield Pair(
-                source=run["source"],
-                date=run.get("date", ""),
-                engine=run["engine"],
-                cpu=machine["cpu"],
-                memory=f"{machine.get('sockets', 1) * machine['channels']:g} x {machine['mt_per_s']}",
-                stated="mt_per_s" not in machine.get("by_sheet", ()),
-                model=run["model"],
-                type=run["type"],
-                threads=sheet.threads or sheet.sockets * sheet.cores,
-                disk=run.get("disk"),
-                what=what,
-                predicted=predict(),
-                measured=run[what],
-            )
+def _compare(run: Table, machine: Table, configs: Table, what: str, rules: Rules) -> Pair:
+    sheet, model = sheet_of(run, machine), sizes_of(run, configs)
+    predict = predict_decode if what == "decode" else predict_prefill
+    first, predicted = (
+        predict(run, model, predict_machine(sheet, run["type"] not in PLAIN, one))
+        for one in (FIRST_RULES, rules)
+    )
+    return Pair(
+        source=run["source"],
+        date=run.get("date", ""),
+        engine=run["engine"],
+        cpu=machine["cpu"],
+        memory=f"{machine.get('sockets', 1) * machine['channels']:g} x {machine['mt_per_s']}",
+        stated="mt_per_s" not in machine.get("by_sheet", ()),
+        model=run["model"],
+        type=run["type"],
+        threads=sheet.threads or sheet.used_cores,
+        disk=run.get("disk"),
+        what=what,
+        first=first,
+        predicted=predicted,
+        measured=run[what],
+    )
 
 
-def sheet_of(run: Mapping[str, Any], machine: Mapping[str, Any]) -> DataSheet:
+def sheet_of(run: Table, machine: Table) -> DataSheet:
     """The data sheet of a run's machine."""
     return DataSheet(
         machine["cpu"],
@@ -129,12 +156,15 @@ def sheet_of(run: Mapping[str, Any], machine: Mapping[str, Any]) -> DataSheet:
         memory_gib=run.get("memory_gib", 4096.0),
         sockets=machine.get("sockets", 1),
         threads=run.get("threads"),
-        disk=run.get("disk"),
+        disk_gb_per_s=run.get("disk"),
     )
 
 
-def sizes_of(run: Mapping[str, Any], configs: Mapping[str, Any]) -> ModelSizes:
-    """The model as its file has it. Without the size of the file, all matrices have the type of the experts."""
+def sizes_of(run: Table, configs: Table) -> ModelSizes:
+    """The model as its file has it.
+
+    Without the size of the file, and but for OTHER_TYPES, all matrices have the type of the experts.
+    """
     name = run["config"]
     raw = configs.get(name) or json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
     plain = without_quantization(raw)
@@ -143,6 +173,9 @@ def sizes_of(run: Mapping[str, Any], configs: Mapping[str, Any]) -> ModelSizes:
         return model
     expert = _expert_bytes(model, run)
     number = expert / model.expert
+    if run["type"] in OTHER_TYPES:
+        other = BLOCK_TYPES[OTHER_TYPES[run["type"]]]
+        number = other.size / other.numbers
     if "file_gib" in run or "resident_gib" in run:
         experts = model.moe_layers * model.experts * expert
         rest = run["resident_gib"] * GIB if "resident_gib" in run else run["file_gib"] * GIB - experts
@@ -150,9 +183,9 @@ def sizes_of(run: Mapping[str, Any], configs: Mapping[str, Any]) -> ModelSizes:
     return replace(model, number=number, mean_expert=expert, expert_biases=0)
 
 
-def _expert_bytes(model: ModelSizes, run: Mapping[str, Any]) -> float:
+def _expert_bytes(model: ModelSizes, run: Table) -> float:
     if "bits" in run:
-        return model.expert * run["bits"] / 8
+        return model.expert * float(run["bits"]) / 8
     kinds = EXPERTS[run["type"]]
     if any(model.expert_width % BLOCK_TYPES[part].numbers for kind in kinds for part in kind.split("+")):
         kind = BLOCK_TYPES[kinds[1].split("+")[0]]  # llama.cpp takes another type of about as many bits
@@ -160,7 +193,7 @@ def _expert_bytes(model: ModelSizes, run: Mapping[str, Any]) -> float:
     return statistics.mean(in_format(model, kind, gpu=False).expert_bytes for kind in kinds)
 
 
-def predict_decode(run: Mapping[str, Any], model: ModelSizes, hardware: Hardware) -> float:
+def predict_decode(run: Table, model: ModelSizes, hardware: Hardware) -> float:
     """Tokens/s of one request."""
     if "disk" in run:
         limits = SearchLimits(("on-demand",), largest_batch=1, requests=1, tolerance=NEAR_SHARE)
@@ -172,7 +205,7 @@ def predict_decode(run: Mapping[str, Any], model: ModelSizes, hardware: Hardware
     return _in_memory(model, hardware, prompt).decode_throughput
 
 
-def predict_prefill(run: Mapping[str, Any], model: ModelSizes, hardware: Hardware) -> float:
+def predict_prefill(run: Table, model: ModelSizes, hardware: Hardware) -> float:
     """Prompt tokens/s of one request."""
     share = PREFILL_SHARES.get(run["engine"], OTHER_PREFILL_SHARE)
     processor = hardware.fast.processor
@@ -189,57 +222,87 @@ def _in_memory(model: ModelSizes, hardware: Hardware, prompt: int) -> Price:
     return price
 
 
-def summary(found: Sequence[Pair]) -> dict[str, float]:
-    """Median error, and the share of pairs within 30 %. An error of 2x and one of 0.5x count alike."""
-    errors = [max(pair.ratio, 1 / pair.ratio) - 1 for pair in found]
-    within = statistics.mean(0.7 <= pair.ratio <= 1.3 for pair in found)
-    return {"pairs": len(found), "median_error": statistics.median(errors), "within_30": within}
+def held_out() -> list[Pair]:
+    """Decode from memory, each machine by the two numbers of the rules that suit all other machines best."""
+    tried = [[pair for pair in pairs(rules) if _is_decode(pair)] for rules in GRID]
+    found = []
+    for cpu in sorted({pair.cpu for pair in tried[0]}):
+        others = [[pair for pair in one if pair.cpu != cpu] for one in tried]
+        best = min(range(len(GRID)), key=lambda number: summary(others[number])["median_error"])
+        found += [pair for pair in tried[best] if pair.cpu == cpu]
+    return found
+
+
+def _is_decode(pair: Pair) -> bool:
+    return pair.what == "decode" and pair.disk is None
+
+
+def summary(found: Sequence[Pair], first: bool = False) -> dict[str, float]:
+    """Median error, and the share of pairs within 30 %. An error of 2x and one of 0.5x count alike.
+
+    first: of the first predictions.
+    """
+    ratios = [(pair.first if first else pair.predicted) / pair.measured for pair in found]
+    within = statistics.mean(0.7 <= ratio <= 1.3 for ratio in ratios)
+    median = statistics.median(max(ratio, 1 / ratio) - 1 for ratio in ratios)
+    return {"pairs": len(ratios), "median_error": median, "within_30": within}
 
 
 def groups(found: Sequence[Pair]) -> dict[str, list[Pair]]:
     """The groups whose errors are printed."""
-    in_memory = [pair for pair in found if pair.disk is None]
-    decode = [pair for pair in in_memory if pair.what == "decode"]
+    decode = [pair for pair in found if _is_decode(pair)]
     return {
         "decode from memory": decode,
-        "memory stated": [pair for pair in decode if pair.stated],
-        "memory by data sheet": [pair for pair in decode if not pair.stated],
-        "prefill": [pair for pair in in_memory if pair.what == "prefill"],
-        "decode from a disk": [pair for pair in found if pair.disk is not None],
+        "of these, with the memory's speed in the source": [pair for pair in decode if pair.stated],
+        "of these, with its speed by the data sheet": [pair for pair in decode if not pair.stated],
+        "prefill": [pair for pair in found if pair.what == "prefill"],
+        "decode with experts from a disk": [pair for pair in found if pair.disk is not None],
     }
 
 
 def table(found: Sequence[Pair]) -> Iterator[str]:
     """The pairs as a table of Markdown."""
-    yield "| CPU | memory, MT/s | threads | model | file | engine | | predicted | measured | ratio |"
-    yield "|---|---|---:|---|---|---|---|---:|---:|---:|"
+    yield "| CPU | memory, MT/s | threads | model | file | engine | | first | predicted | measured | ratio |"
+    yield "|---|---|---:|---|---|---|---|---:|---:|---:|---:|"
     for pair in found:
         memory = pair.memory if pair.stated else f"*{pair.memory}*"
         memory += f", disk {pair.disk:g} GB/s" if pair.disk is not None else ""
-        engine = f"[{pair.engine}]({pair.source})"
-        figures = f"{pair.what} | {pair.predicted:.3g} | {pair.measured:g} | {pair.ratio:.2f}"
-        yield f"| {pair.cpu} | {memory} | {pair.threads} | {pair.model} | {pair.type} | {engine} | {figures} |"
+        cells = [pair.cpu, memory, str(pair.threads), pair.model, pair.type]
+        cells += [
+            f"[{pair.engine}](<{pair.source}>)",
+            pair.what,
+            f"{pair.first:.3g}",
+            f"{pair.predicted:.3g}",
+        ]
+        yield f"| {' | '.join((*cells, f'{pair.measured:g}', f'{pair.ratio:.2f}'))} |"
 
 
 def errors(found: Sequence[Pair]) -> Iterator[str]:
     """The errors of the groups as a table of Markdown."""
-    yield "| pairs | number | median error | within 30 % |"
-    yield "|---|---:|---:|---:|"
+    yield "| pairs | number | first: median error | within 30 % | now: median error | within 30 % |"
+    yield "|---|---:|---:|---:|---:|---:|"
     for name, group in groups(found).items():
-        one = summary(group)
-        yield f"| {name} | {one['pairs']} | {one['median_error']:.0%} | {one['within_30']:.0%} |"
+        cells = [f"{one[key]:.0%}" for one in (summary(group, True), summary(group)) for key in KEYS]
+        yield f"| {name} | {len(group)} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Print the pairs and the errors."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--held-out", action="store_true", help="choose the rules without the machine")
+    options = parser.parse_args()
     found = pairs()
-    if parser.parse_args().json:
-        rows = [asdict(pair) | {"ratio": pair.ratio} for pair in found]
-        print(json.dumps({"pairs": rows, **{name: summary(one) for name, one in groups(found).items()}}))
+    report = {name: summary(one) for name, one in groups(found).items()}
+    if options.held_out:
+        report["held out"] = summary(held_out())
+    if options.json:
+        print(json.dumps({"pairs": [asdict(pair) | {"ratio": pair.ratio} for pair in found], **report}))
         return
     print("\n".join((*table(found), "", *errors(found))))
+    if options.held_out:
+        one = report["held out"]
+        print(f"\nheld out: median error {one['median_error']:.0%}, {one['within_30']:.0%} within 30 %")
 
 
 if __name__ == "__main__":
