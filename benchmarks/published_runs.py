@@ -1,14 +1,15 @@
 """Compares what other people published of their machines with what the planner says of them.
 
-    python benchmarks/published_runs.py [--json] [--held-out]
+    python benchmarks/published_runs.py [--json] [--held-out] [--write]
 
 It needs no network, no weights and none of the machines. `published_runs.toml` has the runs, and the rule by
-which they were taken. Each machine becomes a `DataSheet`, and the planner prices the model on it, as `moesaic
-doctor` does: decode for one request, and prefill of its prompt. Figures are tokens/s, and a ratio is predicted
-over measured. *First* is the prediction by the rules that were fixed before any run was compared.
+which they were taken. Each machine becomes a `DataSheet`, on which the planner prices the model, as `moesaic
+doctor` does: decode for one request, and prefill of its prompt. Figures are tokens/s, and a ratio is the
+predicted one over the measured one. *First* is the prediction by the rules before any
+comparison.
 
 --held-out chooses two numbers of the rules for each machine by the runs on all other machines. If its errors
-are larger, then the rules were fitted to these runs.
+are larger, then the rules were fitted to these runs. --write puts the tables into docs/published-runs.md.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from moesaic.core.weight_types import BLOCK_TYPES
 from moesaic.cost.data_sheet import FIRST_RULES, DataSheet, Rules, predict_machine
@@ -37,6 +39,8 @@ from moesaic.policy.offloading.pricing import Price, Pricing
 Table = Mapping[str, Any]
 HERE = Path(__file__).resolve().parent
 RUNS = HERE / "published_runs.toml"
+PAGE = HERE.parent / "docs" / "published-runs.md"
+BEGIN, END = "<!-- benchmarks/published_runs.py wrote this -->", "<!-- end of what it wrote -->"
 CONFIGS = HERE.parent / "tests" / "models" / "published"
 EXPERTS = {
     "Q8_0": ("q8_0", "q8_0"),
@@ -63,8 +67,6 @@ It is the middle of what llama.cpp had beside moesaic's avx512_int8 on an EPYC a
 175 tokens/s (docs/lab, blocks as files have them). ik_llama.cpp has other products, made for many rows as
 moesaic's are, and llamafile took them over in 2024.
 """
-
-
 GRID = [
     Rules(read_share=share / 100, wait=wait * 1e-6)
     for share in (70, 75, 80, 85, 90)
@@ -135,7 +137,7 @@ def _compare(run: Table, machine: Table, configs: Table, what: str, rules: Rules
         stated="mt_per_s" not in machine.get("by_sheet", ()),
         model=run["model"],
         type=run["type"],
-        threads=sheet.threads or sheet.used_cores,
+        threads=sheet.threads or sheet.active_cores,
         disk=run.get("disk"),
         what=what,
         first=first,
@@ -269,7 +271,7 @@ def table(found: Sequence[Pair]) -> Iterator[str]:
         memory += f", disk {pair.disk:g} GB/s" if pair.disk is not None else ""
         cells = [pair.cpu, memory, str(pair.threads), pair.model, pair.type]
         cells += [
-            f"[{pair.engine}](<{pair.source}>)",
+            f"[{pair.engine}]({quote(pair.source, safe=':/')})",
             pair.what,
             f"{pair.first:.3g}",
             f"{pair.predicted:.3g}",
@@ -286,12 +288,25 @@ def errors(found: Sequence[Pair]) -> Iterator[str]:
         yield f"| {name} | {len(group)} | {' | '.join(cells)} |"
 
 
+def replaced(page: str) -> str:
+    """The page with the tables of today: errors, then pairs."""
+    found = pairs()
+    before, rest = page.split(BEGIN, 1)
+    _, after = rest.split(END, 1)
+    tables = "\n".join((*errors(found), "", *table(found)))
+    return f"{before}{BEGIN}\n{tables}\n{END}{after}"
+
+
 def main() -> None:
     """Print the pairs and the errors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--held-out", action="store_true", help="choose the rules without the machine")
+    parser.add_argument("--write", action="store_true", help=f"put the tables into docs/{PAGE.name}")
     options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return
     found = pairs()
     report = {name: summary(one) for name, one in groups(found).items()}
     if options.held_out:

@@ -19,7 +19,7 @@ OPERATIONS = {"avx512_vnni": 50.0, "apple": 50.0, "avx2": 25.0, "neon_i8mm": 25.
 """Instruction set -> operations of a core in a cycle, in products of quantised weights with many rows.
 
 The first is what the kernels avx512_int8 reach in prefill on an EPYC: 249 tokens/s of 1.5 Gflop on two cores
-of 3.7 GHz (docs/lab, blocks as files have them). Vectors of AVX2 are half as wide, and those of NEON a quarter.
+of 3.7 GHz (docs/lab, blocks as files have them). Vectors of AVX2 are half as wide, those of NEON a quarter.
 An instruction of i8mm does two of NEON's others. Apple's cores have four units for it, where others have two.
 """
 PLAIN_SHARE = 0.42
@@ -76,7 +76,7 @@ class DataSheet:
         return self.sockets * self.channels * CHANNEL_BYTES * self.mt_per_s * 1e6
 
     @property
-    def used_cores(self) -> int:
+    def active_cores(self) -> int:
         """Cores that compute."""
         cores = self.sockets * self.cores
         return cores if self.threads is None else min(cores, self.threads)
@@ -85,7 +85,7 @@ class DataSheet:
 def predict_machine(sheet: DataSheet, is_quantised: bool = True, rules: Rules | None = None) -> Hardware:
     """The machine as plans price it. is_quantised: of the weights."""
     rules = rules or Rules()
-    cores, disk = sheet.used_cores, 1e9 * (sheet.disk_gb_per_s or 1.0)
+    cores, disk = sheet.active_cores, 1e9 * (sheet.disk_gb_per_s or 1.0)
     flops = cores * 1e9 * sum(sheet.ghz) / 2 * OPERATIONS[sheet.isa] * (1.0 if is_quantised else PLAIN_SHARE)
     bandwidth = min(rules.read_share * sheet.peak, rules.core_read * cores)
     processor = Processor(flops, overlap=0.0, launch=rules.wait * (sheet.threads or cores))
