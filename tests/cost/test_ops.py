@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -39,6 +40,17 @@ def test_a_layer_of_a_tiny_model_counted_by_hand() -> None:
     assert ops.head(model, rows).flops == 2 * rows * 4 * 10
     between = ops.between_products(model, rows, answers=3)
     assert between == ops.Work(activations=2 * rows * ((2 + 2 + 4) * 4 + 2 * 3 * 4 + 2 * (6 + 6)))
+
+
+def test_a_step_reads_and_writes_the_states_of_linear_attention() -> None:
+    """Two of four layers have a state of 300 bytes each: 150 are the mean of all layers."""
+    plain = ModelSizes("plain", 4, 4, 10, GroupedQuery(2, 1, 3), 1, 2, 1, 5)
+    model = replace(plain, page=600.0)
+    for rows in (1, 7):
+        without = ops.attention(plain, rows, context=11, number=1)
+        attended = ops.attention(model, rows, context=11, number=1)
+        assert attended.cache == without.cache + rows * 2 * 150
+        assert (attended.flops, attended.activations) == (without.flops, without.activations)
 
 
 def test_latent_attention_reads_one_latent_for_all_heads() -> None:

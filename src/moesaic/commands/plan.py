@@ -24,7 +24,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.home import expand_home
 from moesaic.core.profile import Profile
 from moesaic.cost.assumptions import list_assumptions
-from moesaic.cost.hardware import Hardware, from_tables
+from moesaic.cost.data_sheet import read_machine
+from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import MACHINES
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
@@ -192,7 +193,7 @@ def find_hardware(name: str) -> Hardware:
     if not name.endswith(".toml"):
         raise ConfigError.field("--hardware", name, ", ".join((*MACHINES, THIS, "a .toml file")))
     try:
-        return from_tables(tomllib.loads(Path(name).read_text(encoding="utf-8")))
+        return read_machine(tomllib.loads(Path(name).read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError.field("--hardware", name, f"a file to read ({error.strerror})") from error
     except ValueError as error:

@@ -86,11 +86,13 @@ def query_key_value(model: ModelSizes, rows: float) -> Work:
 def attention(model: ModelSizes, rows: float, context: float, number: float) -> Work:
     """Attention in decode: each row reads its own `context` cached tokens.
 
-    number: bytes of one cached number.
+    It also reads and writes its states, if there are layers of linear attention: here their mean over all
+    layers. number: bytes of one cached number.
     """
     flops = rows * context * model.attention.pair_flops
     wide = rows * (model.attention.query + model.attention.output) * model.row_number
-    return Work(flops, 0.0, model.cache(rows * context, number), wide)
+    states = 2 * rows * model.page / model.layers
+    return Work(flops, 0.0, model.cache(rows * context, number) + states, wide)
 
 
 def causal_attention(model: ModelSizes, requests: float, prompt: float, number: float) -> Work:

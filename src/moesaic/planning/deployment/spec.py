@@ -37,7 +37,8 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.home import expand_home
 from moesaic.core.paced_devices import LinkModel, PacedDevices
 from moesaic.core.topology import HostLink, pairs
-from moesaic.cost.hardware import Hardware, from_tables
+from moesaic.cost.data_sheet import read_machine
+from moesaic.cost.hardware import Hardware
 from moesaic.cost.machines import MACHINES
 from moesaic.planning.sim.fields import names, number, read, setting, text, whole_number
 
@@ -248,7 +249,7 @@ def _hardware(name: str, folder: Path, place: str) -> Hardware:
     if not name.endswith(".toml"):
         raise ConfigError.field(f"{place}device", name, f"{', '.join(MACHINES)}, or a .toml file")
     try:
-        return from_tables(tomllib.loads((folder / expand_home(name)).read_text(encoding="utf-8")))
+        return read_machine(tomllib.loads((folder / expand_home(name)).read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError.field(f"{place}device", name, f"a file to read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
