@@ -169,27 +169,36 @@ struct Iq4Nl : Blocks<Int8, 32, 18> {
     }
 };
 
-// The number of an exponent of MXFP4. It is halved where codes stand for doubled numbers. 255 stands for NaN.
-MOESAIC_INLINE float power_of_two(uint8_t exponent, bool halved) {
-    int power = exponent - (halved ? 1 : 0);
-    uint32_t bits = power > 0 ? uint32_t(power) << 23 : uint32_t(1) << (22 + power);
-    if (exponent == 255) bits = 0x7fc00000u;
+// The bits of the numbers of MXFP4's exponents. They are halved where codes stand for doubled numbers. 255 stands for NaN.
+template <bool kHalved>
+struct PowersOfTwo {
+    uint32_t bits[256] = {};
+    constexpr PowersOfTwo() {
+        for (int exponent = 0; exponent < 255; exponent++) {
+            int power = exponent - (kHalved ? 1 : 0);
+            bits[exponent] = power > 0 ? uint32_t(power) << 23 : uint32_t(1) << (22 + power);
+        }
+        bits[255] = 0x7fc00000u;
+    }
+};
+
+template <bool kHalved>
+MOESAIC_INLINE float power_of_two(uint8_t exponent) {
+    static constexpr PowersOfTwo<kHalved> kPowers;
     float number;
-    std::memcpy(&number, &bits, 4);
+    std::memcpy(&number, kPowers.bits + exponent, 4);
     return number;
 }
 
 struct Mxfp4Blocks : Blocks<Mxfp4, 32, 17> {
-    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return power_of_two(block[0], false); }
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return power_of_two<false>(block[0]); }
     static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 1, 16); }
 };
 
 // The same as integers.
-struct Mxfp4Integers : Blocks<Int8, 32, 17> {
-    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return power_of_two(block[0], true); }
-    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) {
-        put_numbers(Nibble<Values::kE2M1>::kTable, block + 1, codes);
-    }
+struct Mxfp4Integers : Blocks<Mxfp4, 32, 17> {
+    static MOESAIC_INLINE float scale_of(const uint8_t* block) { return power_of_two<true>(block[0]); }
+    static MOESAIC_INLINE void unpack(const uint8_t* block, uint8_t* codes) { std::memcpy(codes, block + 1, 16); }
 };
 
 // Blocks of 256 numbers also say which multiples of the block's scale, and of its offset, those of their groups are.

@@ -294,18 +294,18 @@ struct StoredIntegers<Q8_0> : StoredAs<Q8_0, InOrder<32>, 128> {
     }
 };
 
-// What a table says for the halves of 64 bytes, plus 128.
-template <Values kOf>
+// What a table says for the halves of 64 bytes, plus kZero.
+template <Values kOf, int32_t kZero>
 MOESAIC_INLINE void look_up_halves(Bytes both, Bytes (&codes)[2]) {
     __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Nibble<kOf>::kTable));
-    Bytes table = flip(_mm512_broadcast_i32x4(numbers));
-    codes[0] = _mm512_shuffle_epi8(table, low_half(both)), codes[1] = _mm512_shuffle_epi8(table, high_half(both));
+    __m128i table = _mm_add_epi8(numbers, _mm_set1_epi8(char(kZero)));
+    codes[0] = look_up(table, low_half(both)), codes[1] = look_up(table, high_half(both));
 }
 
 template <>
 struct StoredIntegers<Iq4Xs> : StoredAs<Iq4Xs, HalfGroups, 128> {
     static MOESAIC_INLINE void load(const uint8_t* block, int64_t step, int64_t, Bytes (&codes)[2]) {
-        look_up_halves<Values::kUneven>(_mm512_loadu_si512(block + 8 + 64 * step), codes);
+        look_up_halves<Values::kUneven, kZero>(_mm512_loadu_si512(block + 8 + 64 * step), codes);
     }
 };
 
@@ -332,9 +332,9 @@ template <>
 struct StoredIntegers<Q4_1> : StoredHalves<Q4_1> {};
 
 template <class B, Values kOf>
-struct StoredNumbers : StoredAs<B, HalfGroups, 128> {
+struct StoredNumbers : StoredAs<B, HalfGroups, Integer<typename B::As>::kZero> {
     static MOESAIC_INLINE void load(const uint8_t* block, int64_t, int64_t left, Bytes (&codes)[2]) {
-        look_up_halves<kOf>(four_blocks<B>(block, left), codes);
+        look_up_halves<kOf, StoredNumbers::kZero>(four_blocks<B>(block, left), codes);
     }
 };
 template <>

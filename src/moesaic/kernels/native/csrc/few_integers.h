@@ -69,7 +69,8 @@ struct ColumnCodes {
         };
         if constexpr (T::kNibbles) {
             Bytes both = bytes(0);
-            of[0] = IntegerWeights<T>(low_half(both)), of[1] = IntegerWeights<T>(high_half(both));
+            of[0] = IntegerWeights<T>(as_integers<T>(low_half(both)));
+            of[1] = IntegerWeights<T>(as_integers<T>(high_half(both)));
         } else {
             MOESAIC_UNROLL for (int i = 0; i < kVectors<T>; i++) {
                 of[i] = IntegerWeights<T>(ordered<T>(bytes(i * int64_t(sizeof(Bytes)))));

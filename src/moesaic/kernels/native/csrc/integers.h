@@ -31,8 +31,10 @@ template <class Q>
 struct Integer : Q {
     using Exact = Q;
     static constexpr bool kSigned = Q::kValues == Values::kInt8;  // codes are int8; else they are not negative
-    // What must be subtracted from a code that is not negative, or from one of int8 plus 128.
-    static constexpr int32_t kZero = Q::kValues == Values::kInt8 ? 128 : Q::kValues == Values::kInt4 ? 8 : 0;
+    static constexpr bool kE2M1 = Q::kValues == Values::kE2M1;      // codes stand for numbers of a table, -12 to 12
+    // What must be subtracted from a code that is not negative, or from one of int8 plus 128, or from a number plus 12.
+    static constexpr int32_t kZero =
+        Q::kValues == Values::kInt8 ? 128 : Q::kValues == Values::kInt4 ? 8 : kE2M1 ? 12 : 0;
 };
 
 template <class Q>
@@ -74,6 +76,10 @@ MOESAIC_INLINE void store_bytes(uint8_t* p, Bytes x) { _mm512_store_si512(p, x);
 MOESAIC_INLINE Bytes low_half(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 MOESAIC_INLINE Bytes high_half(Bytes x) { return low_half(_mm512_srli_epi16(x, 4)); }
 MOESAIC_INLINE Bytes flip(Bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8(char(0x80))); }
+// What 16 bytes say for each code of four bits.
+MOESAIC_INLINE Bytes look_up(__m128i table, Bytes codes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+}
 
 // x [16][16] of 32 bits each, transposed.
 MOESAIC_INLINE void transpose(Bytes (&x)[16]) {
@@ -108,6 +114,9 @@ MOESAIC_INLINE void store_bytes(uint8_t* p, Bytes x) { _mm256_store_si256(reinte
 MOESAIC_INLINE Bytes low_half(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 MOESAIC_INLINE Bytes high_half(Bytes x) { return low_half(_mm256_srli_epi16(x, 4)); }
 MOESAIC_INLINE Bytes flip(Bytes x) { return _mm256_xor_si256(x, _mm256_set1_epi8(char(0x80))); }
+MOESAIC_INLINE Bytes look_up(__m128i table, Bytes codes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
 
 // x [8][8] of 32 bits each, transposed.
 MOESAIC_INLINE void transpose(Bytes (&x)[8]) {
@@ -179,8 +188,9 @@ struct IntegerSums {
 #else
 constexpr bool kSignedProducts = true;
 
-// VPMADDUBSW adds two products in 16 bits. With codes of 4 bits, the products of a group of 32 do not overflow them.
-// Codes of 8 bits are multiplied by magnitude, since 2 * 128 * 127 fits while 2 * 255 * 127 does not.
+// VPMADDUBSW adds two products in 16 bits. With codes of 4 bits, the products of a group of 32 do not overflow them: 16 of
+// them are added at most. Numbers of E2M1 are multiplied by magnitude, since 16 * 12 * 127 fits while 16 * 24 * 127 does
+// not; and codes of 8 bits too, since 2 * 128 * 127 fits while 2 * 255 * 127 does not.
 template <class T>
 struct IntegerWeights {
     Bytes codes, magnitudes;
@@ -190,18 +200,17 @@ struct IntegerWeights {
 
 template <class T>
 struct IntegerSums {
-    static constexpr int32_t kMissing = T::kNibbles ? -T::kZero : T::kSigned ? 0 : 128;
+    static constexpr bool kByMagnitude = T::kE2M1 || !T::kNibbles;
+    static constexpr int32_t kMissing = !kByMagnitude ? -T::kZero : T::kSigned || T::kE2M1 ? 0 : 128;
     Bytes sums;
     int32_t sum;
     IntegerSums() = default;
     MOESAIC_INLINE explicit IntegerSums(int32_t of) : sums(_mm256_setzero_si256()), sum(of) {}
     MOESAIC_INLINE void add(const IntegerWeights<T>& w, Bytes row) {
-        if constexpr (T::kNibbles) {
-            sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(w.codes, row));
-        } else {
-            Bytes pairs = _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(row, w.codes));
-            sums = add_integers(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        }
+        Bytes pairs = kByMagnitude ? _mm256_maddubs_epi16(w.magnitudes, _mm256_sign_epi8(row, w.codes))
+                                   : _mm256_maddubs_epi16(w.codes, row);
+        if constexpr (T::kNibbles) sums = _mm256_add_epi16(sums, pairs);
+        else sums = add_integers(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     MOESAIC_INLINE Bytes products() const {  // without what is missing
         return T::kNibbles ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums;
@@ -234,6 +243,14 @@ MOESAIC_INLINE void in_turn(const uint8_t* from, int64_t ld, int64_t some, int64
 template <class T>
 MOESAIC_INLINE Bytes ordered(Bytes codes) { return T::kSigned == kSignedProducts ? codes : flip(codes); }
 
+// Codes of four bits as products take them. Numbers of a table are made positive where weights must not be negative.
+template <class T>
+MOESAIC_INLINE Bytes as_integers(Bytes halves) {
+    if constexpr (!T::kE2M1) return halves;
+    __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Nibble<Values::kE2M1>::kTable));
+    return look_up(_mm_add_epi8(numbers, _mm_set1_epi8(kSignedProducts ? 0 : T::kZero)), halves);
+}
+
 // Brings the scales and offsets of a block of some columns into the order of a panel.
 template <class T>
 inline void fill_heads(const BlockOf<T>& of, int64_t ld, int64_t some, IntegerPanel& panel) {
@@ -252,7 +269,7 @@ inline void fill(const BlockOf<T>& of, int64_t ld, int64_t some, IntegerPanel& p
         if (i % PANEL_COLUMNS == 0) stream.step();
         if constexpr (T::kNibbles) {  // the low halves of 16 bytes, then the high ones
             uint8_t* to = panel.codes + (i / 4 * 8 + i % 4) * kVector;
-            store_bytes(to, low_half(x)), store_bytes(to + 4 * kVector, high_half(x));
+            store_bytes(to, as_integers<T>(low_half(x))), store_bytes(to + 4 * kVector, as_integers<T>(high_half(x)));
         } else {
             store_bytes(panel.codes + i * kVector, ordered<T>(x));
         }
