@@ -173,7 +173,7 @@ class Policy(Protocol):
     """Of one layer."""
 
     def learn(self, pairs: Ids, steps: float) -> None:
-        """Choices of a step, before `exchange`. steps: more than 1 of a prompt."""
+        """Choices of a step, before `exchange`. steps: above 1 for a prompt of at least two tokens."""
         ...
 
     def exchange(self, stays: set[int], missing: list[int], chosen: set[int]) -> list[tuple[int, int]]:
