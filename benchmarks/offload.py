@@ -9,18 +9,20 @@
     python benchmarks/offload.py cores --svg gantt.svg --json cores.json
     python benchmarks/offload.py latency --svg latency.svg
     python benchmarks/offload.py memory
+    python benchmarks/offload.py replay demo
 
 `disk`: RAM over the disk, beside llama.cpp and accelerate. `serve`: the same as servers, beside llama.cpp's.
 `cores`: two cores as two levels, every schedule beside its price. `latency`: what a layer takes there, by
-micro-batch and context. `memory`: the peaks of workers beside their caps. --quick: does it work?
+micro-batch and context. `memory`: the peaks of workers beside their caps. `replay`: hit rates of policies
+on recorded routes. --quick: does it work?
 """
 
 from __future__ import annotations
 
-from offloading import cores, disk, latency, memory, serve
+from offloading import cores, disk, latency, memory, replay, serve
 from parts import run
 
-PARTS = {"disk": disk, "serve": serve, "cores": cores, "latency": latency, "memory": memory}
+PARTS = {"disk": disk, "serve": serve, "cores": cores, "latency": latency, "memory": memory, "replay": replay}
 
 if __name__ == "__main__":
     run(__doc__, PARTS, 160)

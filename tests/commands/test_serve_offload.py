@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import re
 import signal
 import subprocess
@@ -63,8 +64,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @contextmanager
-def serving(path: Path, *flags: str, cap: str = "6MiB") -> Iterator[Server]:
-    given = ("--fast-memory", cap, "--hardware", str(path.parent / "this.toml"), *flags)
+def serving(path: Path, *flags: str, cap: str = "6MiB", hot_experts: str = "off") -> Iterator[Server]:
+    machine = str(path.parent / "this.toml")
+    given = ("--fast-memory", cap, "--hardware", machine, "--hot-experts", hot_experts, *flags)
     server = start(*given, "--served-model-name", "demo", model=str(path))
     try:
         yield server
@@ -112,6 +114,7 @@ def test_clients_that_come_and_go_get_the_answers_of_the_model_in_memory(model: 
 
 READ = 'moesaic:expert_bytes_total{level="slow",}'
 USED = 'moesaic:kv_blocks{,state="used"}'
+LISTED = "moesaic:listed_experts{}"
 HITS = "moesaic:prefix_cache_hits_total{}"
 SCHEDULES = ("on-demand", "paged")
 
@@ -184,6 +187,39 @@ def test_a_memory_that_is_too_small_is_refused_with_the_smallest(
     machine = str(path.parent / "this.toml")
     assert cli.main(["serve", str(path), "--fast-memory", "1MiB", "--hardware", machine]) == 2
     assert re.search(r"--fast-memory: got '1MiB'; allowed: at least \d+MiB", capfd.readouterr().err)
+
+
+# ---- the list of hot experts
+
+
+def test_the_experts_of_a_killed_server_stay_first_after_the_next_start(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = saved("qwen3"), tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    flags = ("--max-num-seqs", "2", "--max-model-len", "128", "--offload-schedule", "on-demand")
+    machine = str(path.parent / "this.toml")
+    given = ("--fast-memory", "6MiB", "--hardware", machine, *flags, "--served-model-name", "demo")
+    server = start(*given, model=str(path))
+    assert server.metrics()[LISTED] == 0
+    with ThreadPoolExecutor(2) as pool:
+        while not list(cache.glob("moesaic/hot-experts/*.json")):
+            texts = list(pool.map(lambda prompt: asked(server, prompt, 12).choices[0].text, prompts()))
+    [worker] = children(server.process.pid, "moesaic.runtime")
+    for pid in (server.process.pid, worker):
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait(60)
+    assert server.process.stdout is not None
+    server.process.stdout.close()
+    [file] = cache.glob("moesaic/hot-experts/*.json")
+    with serving(path, *flags, hot_experts="auto") as server:
+        assert server.metrics(until=lambda found: found[LISTED] > 0)[LISTED] % SIZES["num_hidden_layers"] == 0
+        again = [asked(server, prompt, 12).choices[0].text for prompt in prompts()]
+    assert again == texts == in_memory(path, 12)
+    file.write_text(file.read_text()[:-9])
+    with serving(path, *flags, hot_experts=str(file)) as server:
+        assert server.metrics()[LISTED] == 0
+        assert asked(server, prompts()[0], 12).choices[0].text == texts[0]
 
 
 # ---- memory

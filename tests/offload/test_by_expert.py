@@ -49,7 +49,7 @@ def test_an_expert_takes_the_place_of_another_one(case: Case) -> None:
         stays = sorted(streamed.static[layer])
         away = [expert for expert in range(EXPERTS) if expert not in stays]
         new, out = rng.choice(away), rng.choice(stays)
-        assert streamed.replace_expert(layer, out, new) > 0
+        assert streamed.replace_experts(layer, [(out, new)]) > 0
         assert streamed.static[layer] == frozenset(stays) - {out} | {new}
         assert same(case, layer, streamed.experts(count, layer), streamed.static[layer])
         streamed.load_chosen(count, layer, [out])
@@ -62,4 +62,4 @@ def test_an_expert_takes_the_place_of_another_one(case: Case) -> None:
 def test_an_expert_that_is_streamed_has_no_place_to_give(case: Case) -> None:
     streamed = made(case, {layer: [1] for layer in LAYERS})
     with pytest.raises(KeyError):
-        streamed.replace_expert(0, 2, 3)
+        streamed.replace_experts(0, [(2, 3)])

@@ -21,6 +21,7 @@ from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
 from moesaic.offload.parts import MicroBatch
 from moesaic.offload.post_attention import LocalPostAttention
+from moesaic.policy.offloading.prefetch import order_guesses
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 
@@ -121,6 +122,24 @@ def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
     for part in range(3):
         do(operations, Kind.EXPERTS, 0, part)
         assert parts[part].gate_output is None and not torch.equal(parts[part].hidden, before[part])
+
+
+def test_the_next_gate_says_which_experts_are_likely(
+    made: tuple[Operations, Held, list[MicroBatch]],
+) -> None:
+    operations, held, parts = made
+    for part in range(3):
+        for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
+            do(operations, kind, 0, part)
+    block = operations._model.blocks[1]
+    with torch.inference_mode():
+        guesses = [block.guess_experts(part.gate_output.residual) for part in parts]  # type: ignore[union-attr]
+    best = [expert for expert in order_guesses([ids.numpy() for ids in guesses]) if expert not in (0, 5)]
+    do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
+    do(operations, Kind.LOAD_LIKELY, 1, 0, Lane.LINK_DOWN)
+    assert held.chosen.pop() == (31, 1, best[:2])
+    do(operations, Kind.LOAD_LIKELY, 1, 0, Lane.LINK_DOWN)
+    assert held.chosen.pop() == (31, 1, []), "nothing was chosen in this layer before"
 
 
 def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(

@@ -65,7 +65,7 @@ def test_what_is_there_follows_every_load(case: Case) -> None:
         paged.load_chosen(count, layer, [first, new])
         assert there(case, paged, count, layer, [*paged.static[layer], first, new])
         out = rng.choice(sorted(paged.static[layer]))
-        assert paged.replace_expert(layer, out, new) > 0
+        assert paged.replace_experts(layer, [(out, new)]) > 0
         assert there(case, paged, count, layer, [*paged.static[layer], first]) and new in paged.static[layer]
         paged.load_chosen(count, layer, [out, second])
         assert there(case, paged, count, layer, [*paged.static[layer], first, second, out])

@@ -251,6 +251,10 @@ class OffloadConfig:
     """Number of requests in a micro-batch of --fast-memory. None: as planned."""
     micro_batches: int | None = None
     """Number of micro-batches in a batch of --fast-memory. None: as planned."""
+    hot_experts: str = "auto"
+    """File that keeps how often each expert was chosen, from one start with --fast-memory to the next; those
+    chosen most often stay in memory first. auto: one for each model, in ~/.cache/moesaic/hot-experts. off:
+    nothing is read or written."""
     pad: bool = False
     """Pad every prompt to the longest one, with --fast-memory, as MoE-Lightning(p) does, to measure what
     padding costs. Padding passes all layers and experts and fills the cache; no answer changes. Logits are
@@ -260,6 +264,8 @@ class OffloadConfig:
         if self.fast_memory not in (None, "auto"):
             parse_bytes("--fast-memory", self.fast_memory)
         require_one_of("--offload-schedule", self.offload_schedule, get_args(OffloadSchedule))
+        if not self.hot_experts:
+            raise ConfigError.field("--hot-experts", self.hot_experts, "auto, off or a file")
         for name in vars(self):
             if self.fast_memory is None and getattr(self, name) != getattr(OffloadConfig, name):
                 flag = "--" + name.replace("_", "-")

@@ -109,6 +109,8 @@ class PlanStats:
     """Decode steps so far that loaded all experts of each layer, in pages."""
     micro_batch: int = 0
     """Requests of a micro-batch now. 0 where the whole model is in memory."""
+    listed_experts: int = 0
+    """Experts that were in memory at the start because an earlier run had chosen them most often."""
     revisions: int = 0
     """Times that the plan was revised because the load had changed."""
 

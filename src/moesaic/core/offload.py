@@ -8,6 +8,9 @@ from typing import Any
 
 from moesaic.core.curves import Curve
 
+AUTO_LIST, NO_LIST = "auto", "off"
+"""Values of `Offload.hot_experts` that are no file."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -89,6 +92,9 @@ class Offload:
     """Speed of the link in bytes/s in each direction, or None."""
     hot: bool = False
     """Whether an expert that is chosen often takes the place of one that stays and is chosen less often."""
+    hot_experts: str = NO_LIST
+    """File of the model's hot experts, which chooses those that stay first. `auto`: the one in the cache
+    folder; `off`: none. With `hot` it is also written."""
     prices: SplitPrices | None = None
     """The prices by which the schedule `split` decides who computes an expert. The others have none."""
     loads: tuple[Load, ...] = ()

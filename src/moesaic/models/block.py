@@ -125,6 +125,8 @@ class Block(Protocol):
 
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput: ...
 
+    def guess_experts(self, hidden: torch.Tensor) -> torch.Tensor | None: ...
+
     def dense(self, normed_rows: torch.Tensor) -> torch.Tensor | None: ...
 
     def merge(
@@ -189,6 +191,15 @@ class DecoderBlock:
         if self.router is None:
             return GateOutput(residual, normed_rows, None, None)
         return GateOutput(residual, normed_rows, *self.router.choose(normed_rows))
+
+    def guess_experts(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The experts [n, k] that this layer's gate chooses if earlier hidden states [n, h] come to it. None
+        in a dense layer."""
+        return None if self.router is None else self.router.choose(self._normalize(hidden))[0]
+
+    def _normalize(self, residual: torch.Tensor) -> torch.Tensor:
+        """[n, h] -> [n, h], as before the gate."""
+        return self.kernels.rms_norm(residual, self.post_norm, self.epsilon)
 
     def dense(self, normed_rows: torch.Tensor) -> torch.Tensor | None:
         """Applies the shared experts or the dense MLP. Returns [n, h], or None if the layer has neither."""

@@ -48,7 +48,10 @@ class LayerNormBlock(DecoderBlock):
     def gate(self, hidden: torch.Tensor, partial: torch.Tensor) -> GateOutput:
         """Adds the attention output [n, h] to hidden [n, h], applies a LayerNorm, and chooses experts."""
         residual = self.kernels.merge(hidden, partial, None, None)
-        normed_rows = self.kernels.rms_norm(self.centring.apply(residual), self.post_norm, self.epsilon)
+        normed_rows = self._normalize(residual)
         if self.router is None:
             return GateOutput(residual, normed_rows, None, None)
         return GateOutput(residual, normed_rows, *self.router.choose(normed_rows))
+
+    def _normalize(self, residual: torch.Tensor) -> torch.Tensor:
+        return super()._normalize(self.centring.apply(residual))

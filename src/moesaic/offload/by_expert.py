@@ -6,7 +6,7 @@ is chosen often can then stay on the fast level, in the place of one that is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -19,6 +19,8 @@ from moesaic.offload.weights import Files, Memory, Plan, StreamedExperts, views,
 
 Key = tuple[int, int]
 """A layer and one of its experts."""
+Exchange = tuple[int, int]
+"""An expert that stayed until now, and the one of its layer that stays in its place."""
 Expert = tuple[torch.Tensor, ...]
 """Gate, up and down, and their biases if there are some."""
 
@@ -74,7 +76,7 @@ class StreamedByExpert(StreamedExperts):
     """Routed experts that are read one at a time, on a CPU over a disk. The arguments are those of
     StreamedExperts.
 
-    A page is a number of whole experts. `replace_expert` may change which experts stay.
+    A page is a number of whole experts. `replace_experts` may change which experts stay.
     """
 
     def load_static(self) -> int:
@@ -96,22 +98,24 @@ class StreamedByExpert(StreamedExperts):
             {(layer, expert): places[expert][count % 2] for expert in missing_experts}
         )
 
-    def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
-        """Reads the expert `new_expert` to the place of `evicted_expert`, which stayed until now. Returns the
-        bytes read.
+    def replace_experts(self, layer: int, exchanges: Sequence[Exchange]) -> int:
+        """Reads experts to the places of others, which stayed until now. Returns the bytes read.
 
-        From now on `new_expert` stays and `evicted_expert` is streamed. No other thread may compute this
-        layer meanwhile.
+        From now on the new ones stay and the others are streamed. No other thread may compute this layer
+        meanwhile.
         """
-        # All places of a layer have one size, so the new expert takes over the place, and leaves its slots
-        # to the old one.
-        place = self._static_places[layer, evicted_expert]
-        size = self._reader.load(layer, new_expert, place)
-        self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
-        del self._static_places[layer, evicted_expert]
-        self._static_places[layer, new_expert] = place
-        self._plan.static_keys ^= {(layer, evicted_expert), (layer, new_expert)}
-        self.static[layer] = self.static[layer] - {evicted_expert} | {new_expert}
+        if not exchanges:
+            return 0
+        # All places of a layer have one size, so a new expert takes over the place, and leaves its slots to
+        # the old one.
+        places = {(layer, new): self._static_places[layer, evicted] for evicted, new in exchanges}
+        size = self._reader.load_all(places)
+        for evicted_expert, new_expert in exchanges:
+            self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
+            del self._static_places[layer, evicted_expert]
+            self._plan.static_keys ^= {(layer, evicted_expert), (layer, new_expert)}
+            self.static[layer] = self.static[layer] - {evicted_expert} | {new_expert}
+        self._static_places |= places
         self._experts.update({(layer, slot): self._weights(layer, slot) for slot in (0, 1)})
         return size
 

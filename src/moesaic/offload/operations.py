@@ -19,7 +19,7 @@ from moesaic.offload.link import Link
 from moesaic.offload.parts import MicroBatch
 from moesaic.offload.post_attention import PostAttention, TaskFunction
 from moesaic.offload.splitting import Splitting
-from moesaic.policy.offloading.prefetch import ExpertPrefetch
+from moesaic.policy.offloading.prefetch import ExpertPrefetch, order_guesses
 from moesaic.policy.offloading.residency import HotExperts
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
@@ -37,7 +37,7 @@ class Loads(Protocol):
 class Exchanges(Protocol):
     """Changes which experts stay; implemented in offload.by_expert."""
 
-    def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int: ...
+    def replace_experts(self, layer: int, exchanges: Sequence[tuple[int, int]]) -> int: ...
 
 
 NOTHING_PREFETCHED = -1, ()
@@ -62,11 +62,13 @@ class Operations:
         likely: int = 0,
         exchanges: Exchanges | None = None,
         splitting: Splitting | None = None,
+        hot: HotExperts | None = None,
     ) -> None:
         """static: layer -> experts that stay on the fast level now. likely: maximum number of a layer's
         experts that are loaded before its gate has chosen. slow_blocks: the model's blocks with the slow
         processor's kernels, for attention there; empty means the blocks of the fast processor. exchanges:
         changes which experts stay; None: always the same stay. splitting: for the schedule `split`.
+        hot: counts choices for `exchanges`; None: those of earlier runs are not known.
         """
         self._model = model
         self._experts, self._static = experts, static
@@ -75,18 +77,30 @@ class Operations:
         self._parts: Sequence[MicroBatch] = ()
         self._cache: Cache | None = None
         self.most_likely, self._likely = likely, ExpertPrefetch(model.spec.num_experts)
-        self._exchanges, self._hot = exchanges, HotExperts(model.spec.num_experts)
+        self._exchanges, self._hot = exchanges, hot or HotExperts(model.spec.num_experts)
         self._splitting = splitting
         self._prefetched_experts: tuple[int, Sequence[int]] = NOTHING_PREFETCHED
         """The turn of a layer, and its experts that were loaded before its gate had chosen."""
+        self._guesses: dict[int, list[torch.Tensor]] = {}
+        """Layer -> ids [n, k] of micro-batches, which its gate chooses from rows of the layer before."""
         self._first_layer_turn = 0
         self._pages = 0
         self.loaded_bytes = 0
         """Bytes of weights loaded so far."""
         self.num_chosen = self.num_hits = self.num_exchanged = 0
         """Chosen experts, those of them that were in memory, and exchanges, as in ResidencyStats."""
-        self._task_functions: dict[Kind, TaskFunction] = {
-            **post_attention.tasks,
+        self._functions_by_phase = self._list_functions()
+        self._task_functions = self._functions_by_phase[False]
+
+    def _list_functions(self) -> dict[bool, Mapping[Kind, TaskFunction]]:
+        """Prefill -> function of each kind.
+
+        In a pass with prompts two kinds move the residual. In a decode step they move rows and answers of
+        experts on the slow level.
+        """
+        task_functions: dict[Kind, TaskFunction] = {
+            **self._post_attention.tasks,
+            Kind.POST_WITHOUT_EXPERTS: self._gate,
             Kind.PRE: self._pre,
             Kind.SAVE_QKV: self._save_qkv,
             Kind.ATTENTION: self._attention,
@@ -97,14 +111,13 @@ class Operations:
             Kind.HEAD: self._head,
         }
         rows_move = {Kind.SAVE_ROWS: self._save_rows, Kind.LOAD_ANSWERS: self._load_rows_again}
-        self._functions_by_phase = {False: self._task_functions, True: {**self._task_functions, **rows_move}}
-        """Prefill -> function of each kind. In a pass with prompts the two kinds above move the residual; in
-        a decode step they move rows and answers of experts on the slow level."""
+        return {False: task_functions, True: {**task_functions, **rows_move}}
 
     def begin(self, parts: Sequence[MicroBatch], cache: Cache, turn: int, pages: int, prefill: bool) -> None:
         """Starts the next pass. turn: number of its first layer, counted over all passes. pages: pages per
         layer."""
         self._parts, self._cache, self._first_layer_turn, self._pages = parts, cache, turn, pages
+        self._guesses.clear()
         if prefill:
             self._prefetched_experts = NOTHING_PREFETCHED  # the pass's first layer is loaded to the same slot
         self._task_functions = self._functions_by_phase[prefill]
@@ -140,7 +153,7 @@ class Operations:
     def _split(self, layer: int) -> None:
         if self._model.blocks[layer].is_routed:
             assert self._splitting is not None
-            self._splitting.split(layer, self._parts, self._hot.choice_counts(layer))
+            self._splitting.split(layer, self._parts, self._hot.heat(layer))
 
     def _load_chosen(self, layer: int) -> None:
         if not self._model.blocks[layer].is_routed:
@@ -172,8 +185,7 @@ class Operations:
         assert self._exchanges is not None
         self._hot.learn(layer, pairs)
         exchanges = self._hot.exchanges(layer, self._static[layer], missing_experts, chosen_experts)
-        for evicted_expert, new_expert in exchanges:
-            self.loaded_bytes += self._exchanges.replace_expert(layer, evicted_expert, new_expert)
+        self.loaded_bytes += self._exchanges.replace_experts(layer, exchanges)
         self.num_exchanged += len(exchanges)
         resident_experts = {new_expert for _, new_expert in exchanges}
         return [expert for expert in missing_experts if expert not in resident_experts]
@@ -182,7 +194,8 @@ class Operations:
         """Loads likely experts. A layer number beyond the last one means a layer of the next pass."""
         self._prefetched_experts = NOTHING_PREFETCHED  # a load that fails has already overwritten the slot
         turn, layer = self._first_layer_turn + layer, layer % len(self._model.blocks)
-        likely = self._likely.experts(layer, self.most_likely, self._static[layer])
+        guesses = order_guesses([ids.cpu().numpy() for ids in self._guesses.pop(layer, ())])
+        likely = self._likely.experts(layer, self.most_likely, self._static[layer], guesses)
         self.loaded_bytes += self._experts.load_chosen(turn, layer, likely)
         self._prefetched_experts = turn, likely
 
@@ -195,6 +208,16 @@ class Operations:
             ids = torch.from_numpy(part.batch.token_ids)
             part.hidden = self._model.embed(ids.to(part.positions.device))
         part.projections = self._model.blocks[task.layer].pre_attention(part.hidden, part.positions)
+
+    def _gate(self, task: Task, part: MicroBatch) -> None:
+        """Runs the stages up to the gate, and asks the gate of the next layer about the same rows."""
+        self._post_attention.tasks[Kind.POST_WITHOUT_EXPERTS](task, part)
+        following = task.layer + 1
+        if self.most_likely and following < len(self._model.blocks):
+            assert part.gate_output is not None
+            guess = self._model.blocks[following].guess_experts(part.gate_output.residual)
+            if guess is not None:
+                self._guesses.setdefault(following, []).append(guess)
 
     def _attention(self, task: Task, part: MicroBatch) -> None:
         assert self._cache is not None

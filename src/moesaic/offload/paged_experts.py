@@ -13,7 +13,7 @@ from moesaic.core.experts import PARTS, ExpertLayout
 from moesaic.kernels import weights
 from moesaic.kernels.weights import DeviceTable, ExpertWeights
 from moesaic.models.conversion import conversion_of
-from moesaic.offload.by_expert import Expert, Reader, StreamedByExpert, memory_of
+from moesaic.offload.by_expert import Exchange, Expert, Reader, StreamedByExpert, memory_of
 from moesaic.offload.converted_experts import ConvertingReader, dense_expert, dense_sizes
 from moesaic.offload.device import DeviceLink, DeviceMemory, pinned_memory
 from moesaic.offload.link import Link
@@ -103,11 +103,12 @@ class PagedExperts(StreamedByExpert):
         slot_experts.update(expert_ids)
         return size
 
-    def replace_expert(self, layer: int, evicted_expert: int, new_expert: int) -> int:
+    def replace_experts(self, layer: int, exchanges: Sequence[Exchange]) -> int:
         for (_, slot_layer), slot_experts in self._loaded_experts:
             if slot_layer == layer:
-                slot_experts -= {evicted_expert, new_expert}  # `out` gets the places of `new`
-        return super().replace_expert(layer, evicted_expert, new_expert)
+                # An expert that leaves gets the slots of the new one.
+                slot_experts.difference_update(expert for exchange in exchanges for expert in exchange)
+        return super().replace_experts(layer, exchanges)
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
         """The experts of a layer that are there at its turn `count`. Only the fast processor's thread may

@@ -19,6 +19,12 @@ from moesaic.offload.parts import MicroBatch
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
 TaskFunction = Callable[[Task, MicroBatch], None]
+Learn = Callable[[int, torch.Tensor, float], None]
+"""Gets a layer, the expert ids [n, k] of rows, and the steps in which one row of each sequence makes them."""
+
+
+def learn_nothing(layer: int, expert_ids: torch.Tensor, steps: float) -> None:
+    """Does nothing, where no choice is counted."""
 
 
 class PostAttention(Protocol):
@@ -71,15 +77,18 @@ class LocalPostAttention:
         load_link: Link,
         save_link: Link,
         slow: SlowExperts | None = None,
+        learn: Learn = learn_nothing,
     ) -> None:
         """static: layer -> experts that are always on the fast level. slow: experts that the slow processor
-        computes; None means that it computes none."""
+        computes; None means that it computes none. learn: gets the choices of gates whose experts are
+        computed in the same task. The others are learned when their experts are loaded."""
         self._model = model
         self._experts = experts
         self._static = static
         self._load_link, self._save_link = load_link, save_link
         self._slow = slow or SlowExperts({}, model.kernels)
-        self._first_layer_turn, self._prefill = 0, False
+        self._first_layer_turn, self._prefill, self._num_parts = 0, False, 1
+        self._learn = learn
         self._memory, self._is_memory_lent = torch.empty(0), False
         """Memory for one micro-batch's expert outputs, and whether a micro-batch is using it."""
         self.tasks: Mapping[Kind, TaskFunction] = {
@@ -92,6 +101,7 @@ class LocalPostAttention:
 
     def begin(self, parts: Sequence[MicroBatch], turn: int, prefill: bool) -> None:
         self._first_layer_turn, self._prefill, self._is_memory_lent = turn, prefill, False
+        self._num_parts = len(parts)
 
     def merge(self, layer: int, part: MicroBatch) -> None:
         if part.gate_output is not None:
@@ -102,6 +112,10 @@ class LocalPostAttention:
 
     def _post(self, task: Task, part: MicroBatch) -> None:
         self._gate(task, part)
+        assert part.gate_output is not None
+        if part.gate_output.expert_ids is not None:
+            steps = part.batch.num_rows / part.batch.num_sequences / self._num_parts
+            self._learn(task.layer, part.gate_output.expert_ids, steps)
         self._all_experts(task.layer, part)
 
     def _gate(self, task: Task, part: MicroBatch) -> None:

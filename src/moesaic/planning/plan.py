@@ -117,7 +117,7 @@ def plan(
         allowed_values = f"at least {least}MiB for {search.model.name} and these requests"
         raise ConfigError.field("--fast-memory", options.fast_memory, allowed_values)
     pricing, price, tokens = result
-    settings = _add_padding(_settings(worker, pricing, price, tokens), job.padded_length)
+    settings = _add_padding(_settings(worker, options, pricing, price, tokens), job.padded_length)
     return WorkerPlan(search.model, pricing.hardware, price, settings)
 
 
@@ -215,7 +215,9 @@ def _limits(options: OffloadConfig, job: Job, ranks: int, gpu: bool) -> SearchLi
     )
 
 
-def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int) -> WorkerConfig:
+def _settings(
+    worker: WorkerConfig, options: OffloadConfig, pricing: Pricing, price: Price, tokens: int
+) -> WorkerConfig:
     """The worker's settings for a policy. tokens: capacity of the cache."""
     policy, workload = price.policy, pricing.workload
     token = pricing.model.layers * pricing.model.cache(1, workload.cache_number)
@@ -234,6 +236,7 @@ def _settings(worker: WorkerConfig, pricing: Pricing, price: Price, tokens: int)
         fast_residual=policy.fast_residual,
         logit_rows=max(1, int(price.fast["workspace"] / logits)),
         hot=pricing.hardware.slow.processor is not None and policy.schedule in EXCHANGING_SCHEDULES,
+        hot_experts=options.hot_experts,
         prices=pricing.durations.split_prices() if policy.schedule == "split" else None,
     )
     scheduler = replace(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -35,7 +35,9 @@ from moesaic.offload.link import Link
 from moesaic.offload.operations import Exchanges
 from moesaic.offload.paged_experts import PagedExperts
 from moesaic.offload.weights import StreamedExperts
+from moesaic.policy.offloading.residency import choose_residents
 from moesaic.policy.offloading.tasks import Lane
+from moesaic.runtime.hot_list import HotList, open_list
 from moesaic.runtime.machine import allowed_cpus, stay_on
 from moesaic.runtime.model_loading import LoadedModel, choose_kv_dtype
 
@@ -61,8 +63,15 @@ class Levels:
     """The kernels of the slow level's processor."""
     exchanges: Exchanges | None = None
     """Changes which experts stay. None: always the same stay."""
+    hot_list: HotList = field(kw_only=True)
+    """How often earlier runs chose each expert."""
     is_staged: bool = False
     """True: what is loaded goes through pinned memory."""
+
+    @property
+    def num_listed(self) -> int:
+        """Experts that stay because the list has counts of their layer."""
+        return sum(len(experts) for layer, experts in self.static.items() if layer in self.hot_list.counts)
 
 
 @dataclass(frozen=True)
@@ -96,8 +105,10 @@ def build_levels(
     """
     path = files.resolve(*config.model.source)
     experts_by_layer = owned_experts or {layer: range(layout.num_experts) for layer in layout.layers}
+    hot_list = open_list(offload.hot_experts, path, layout)
     static_lists = {
-        layer: list(own_experts[: offload.static_experts]) for layer, own_experts in experts_by_layer.items()
+        layer: choose_residents(own_experts, hot_list.counts.get(layer, []), offload.static_experts)
+        for layer, own_experts in experts_by_layer.items()
     }
     static = {layer: frozenset(experts) for layer, experts in static_lists.items()}
     if loaded_model.device.type == "cuda":
@@ -109,11 +120,12 @@ def build_levels(
             down_link.finish()
             exchanges = paged_experts if offload.hot else None
             kernels = slow_kernels(config, loaded_model)
-            return Levels(paged_experts, paged_experts.static, down_link, up_link, kernels, exchanges)
+            static = paged_experts.static
+            return Levels(paged_experts, static, down_link, up_link, kernels, exchanges, hot_list=hot_list)
         staged_experts = StagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
         staged_experts.load_static()
         kernels = slow_kernels(config, loaded_model)
-        return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True)
+        return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True, hot_list=hot_list)
     kind: type[StreamedExperts] = StreamedByExpert if offload.hot else StreamedExperts
     if conversion_of(Headers(path), layout) is not None:
         kind = StreamedConvertedExperts
@@ -123,11 +135,11 @@ def build_levels(
     streamed_experts = kind(path, layout, static_lists, arena, link=link, owned_experts=owned_experts)
     streamed_experts.load_static()
     kernels = slow_kernels(config, loaded_model)
+    links = paced_link, back_link
     if offload.hot and isinstance(streamed_experts, StreamedByExpert):
-        return Levels(
-            streamed_experts, streamed_experts.static, paced_link, back_link, kernels, streamed_experts
-        )
-    return Levels(streamed_experts, static, paced_link, back_link, kernels)
+        static = streamed_experts.static
+        return Levels(streamed_experts, static, *links, kernels, streamed_experts, hot_list=hot_list)
+    return Levels(streamed_experts, static, *links, kernels, hot_list=hot_list)
 
 
 def slow_kernels(config: WorkerConfig, loaded_model: LoadedModel) -> table.Kernels:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from moesaic.config import ModelConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
@@ -28,14 +30,16 @@ from moesaic.offload.operations import Operations
 from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding
 from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, PassSettings
-from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts
+from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts, learn_nothing
 from moesaic.offload.splitting import Splitting
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES, Schedule
 from moesaic.policy.offloading.policies import Policy
+from moesaic.policy.offloading.residency import HotExperts
 from moesaic.policy.offloading.revising import Revising
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.hot_list import ListKeeper
 from moesaic.runtime.memory_levels import (
     Caches,
     Core,
@@ -159,6 +163,10 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     )
 
 
+def keep_nothing() -> None:
+    """Does nothing, where nothing is learned."""
+
+
 @dataclass
 class OffloadedRunner:
     """A StepRunner whose steps are passes over a model that is larger than the fast memory."""
@@ -171,6 +179,10 @@ class OffloadedRunner:
     """Bytes of an expert in memory."""
     revising: Revising | None = None
     """Chooses how the next decode pass is computed. None: all are computed alike."""
+    keep: Callable[[], None] = keep_nothing
+    """Called after each step, to keep what was learned."""
+    listed_experts: int = 0
+    """Experts that are in memory at the start because earlier runs chose them."""
 
     def begin(self, batch: TokenBatch) -> WholeStep:
         """Begin a step, which is one pass over the model."""
@@ -184,7 +196,11 @@ class OffloadedRunner:
             passes=self.passes.stats(),
             residency=replace(residency, held_bytes=residency.hits * self.expert_bytes),
             plan=PlanStats(
-                by_choice, paged_steps, self.passes.policy.micro_batch, revising.revisions if revising else 0
+                by_choice,
+                paged_steps,
+                self.passes.policy.micro_batch,
+                self.listed_experts,
+                revising.revisions if revising else 0,
             ),
         )
 
@@ -193,7 +209,9 @@ class OffloadedRunner:
             # Choices are made for decode passes, in which each sequence has one row.
             if self.revising is not None and batch.num_rows == batch.num_sequences:
                 self._revise(self.revising, batch)
-            return StepResult(self.passes.run(batch))
+            result = StepResult(self.passes.run(batch))
+        self.keep()
+        return result
 
     def _revise(self, revising: Revising, batch: TokenBatch) -> None:
         """Chooses the policy of a decode pass by its load."""
@@ -291,13 +309,26 @@ def join(
         experts_by_layer = {layer: range(layout.num_experts) for layer in layout.layers}
         slow_weights = registry.load_experts(path, memory.slow, experts_by_layer, dtype=layout.dtype)
         slow = SlowExperts(slow_weights, memory.slow, by_price=split)
+    hot = HotExperts(layout.num_experts, memory.hot_list.counts)
+    # On a GPU the ids of other gates than those of `on-demand` and `split` stay there: the launches do not
+    # wait for them.
+    learns = memory.exchanges is not None and loaded_model.device.type == "cpu"
     post_attention = LocalPostAttention(
-        loaded_model.model, memory.experts, memory.static, memory.down_link, memory.up_link, slow
+        loaded_model.model,
+        *(memory.experts, memory.static, memory.down_link, memory.up_link, slow),
+        partial(learn_choices, hot) if learns else learn_nothing,
     )
     splitting = Splitting(offload.prices, memory.static, post_attention) if split and offload.prices else None
-    parts = PassParts(loaded_model, memory, post_attention, layout.num_experts, caches, splitting)
+    parts = PassParts(loaded_model, memory, post_attention, layout.num_experts, caches, splitting, hot)
     passes = build_passes(config, offload, parts, observe)
-    return OffloadedRunner(passes, choose_cores(offload, loaded_model.kernels)[0], layout.expert_bytes)
+    keep = keep_nothing if memory.exchanges is None else ListKeeper(memory.hot_list, hot).after_step
+    core, num_listed = choose_cores(offload, loaded_model.kernels)[0], memory.num_listed
+    return OffloadedRunner(passes, core, layout.expert_bytes, keep=keep, listed_experts=num_listed)
+
+
+def learn_choices(hot: HotExperts, layer: int, expert_ids: torch.Tensor, steps: float) -> None:
+    """Count the choices of a gate. expert_ids: [n, k] on the CPU."""
+    hot.learn(layer, expert_ids.flatten().numpy(), steps)
 
 
 @dataclass(frozen=True)
@@ -311,6 +342,8 @@ class PassParts:
     """The most experts of one layer in this process."""
     caches: Caches
     splitting: Splitting | None = None
+    hot: HotExperts | None = None
+    """Counts choices, to decide which experts stay. None: always the same stay."""
 
 
 def build_passes(
@@ -328,7 +361,14 @@ def build_passes(
     likely = offload.likely_experts
     experts_and_links = memory.experts, memory.static, memory.down_link, memory.up_link
     operations = Operations(
-        model, *experts_and_links, post_attention, slow_blocks, likely, memory.exchanges, parts.splitting
+        model,
+        *experts_and_links,
+        post_attention,
+        slow_blocks,
+        likely,
+        exchanges=memory.exchanges,
+        splitting=parts.splitting,
+        hot=parts.hot,
     )
     padded_tokens = offload.padded_prompt_len
     resident: Cache = ResidentCache(kv, size) if padded_tokens is None else PaddedResidentCache(kv, size)

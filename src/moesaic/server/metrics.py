@@ -348,8 +348,10 @@ def offload_families(
     family.add_metric([model_name, "on-demand"], plan.on_demand_steps)
     family.add_metric([model_name, "paged"], plan.paged_steps)
     yield family
-    gauge = GaugeMetricFamily(
-        "moesaic:micro_batch_size", "Requests of a micro-batch of --fast-memory.", labels=LABELS
-    )
-    gauge.add_metric([model_name], plan.micro_batch)
-    yield gauge
+    for name, text, value in (
+        ("micro_batch_size", "Requests of a micro-batch of --fast-memory.", plan.micro_batch),
+        ("listed_experts", "Experts in memory at the start because of --hot-experts.", plan.listed_experts),
+    ):
+        gauge = GaugeMetricFamily(f"moesaic:{name}", text, labels=LABELS)
+        gauge.add_metric([model_name], value)
+        yield gauge

@@ -18,6 +18,7 @@ def test_worked_example() -> None:
     assert likely.experts(0, 4, ()) == [3, 1]
     likely.learn(0, np.array([1]))
     assert likely.experts(0, 4, ()) == [1, 3] and likely.experts(0, 1, {1}) == [3]
+    assert likely.experts(0, 3, {1}, guessed_experts=[2, 1, 0]) == [2, 0, 3]
     assert likely.experts(0, 0, ()) == likely.experts(1, 4, ()) == []
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 
-from moesaic.policy.offloading.residency import HotExperts
+from moesaic.policy.offloading.residency import HotExperts, choose_residents
 
 
 def taught(counts: dict[int, int], layer: int = 0, experts: int = 8) -> HotExperts:
@@ -26,8 +27,8 @@ def test_what_is_computed_now_does_not_leave() -> None:
     assert hot.exchanges(0, stays={0}, coming=[2], chosen_experts={0, 2}) == []
 
 
-def test_experts_that_are_about_as_hot_do_not_take_turns() -> None:
-    hot = taught({0: 8, 2: 9})
+def test_experts_that_are_equally_hot_do_not_take_turns() -> None:
+    hot = taught({0: 9, 2: 9})
     assert hot.exchanges(0, stays={0}, coming=[2], chosen_experts={2}) == []
 
 
@@ -44,6 +45,28 @@ def test_the_coldest_of_all_layers_leave_first() -> None:
     resident = [(0, 0), (0, 1), (1, 0), (1, 5), (1, 6)]
     assert hot.coldest(resident, needed_experts={(1, 6)}, count=2) == [(0, 1), (1, 5)]
     assert hot.coldest(resident, needed_experts=set(resident), count=2) == []
+
+
+def test_a_prompt_counts_as_its_steps() -> None:
+    """Its rows are in no order that counts: 60 steps that chose 0 and 1 in turn."""
+    prompt, steps = HotExperts(4), HotExperts(4)
+    prompt.learn(0, np.array([0, 1] * 30), steps=60)
+    for _ in range(60):
+        steps.learn(0, np.array([0]), steps=0.5)
+        steps.learn(0, np.array([1]), steps=0.5)
+    assert prompt.heat(0)[0] == prompt.heat(0)[1]
+    assert sum(prompt.heat(0)) == pytest.approx(sum(steps.heat(0)) / 2, rel=0.03)
+
+
+def test_experts_of_earlier_runs_stay_until_others_are_clearly_hotter() -> None:
+    hot = taught({0: 90, 1: 10})
+    again = HotExperts(8, hot.long_counts)
+    assert choose_residents(range(8), again.long_counts[0], 1) == [0]
+    again.learn(0, np.array([5]))
+    assert again.exchanges(0, stays={0}, coming=[5], chosen_experts={5}) == []
+    for _ in range(9):
+        again.learn(0, np.array([5]))
+    assert again.exchanges(0, stays={0}, coming=[5], chosen_experts={5}) == [(0, 5)]
 
 
 def test_a_skewed_choice_is_mostly_found_in_memory() -> None:
