@@ -20,7 +20,8 @@ INSTRUCTIONS = (
     "Answer the user's questions.",
 )
 INSTRUCTION_SHARE = 0.25
-TWO_TURN_SHARE = 0.15
+MORE_TURNS_SHARE = 0.25
+MOST_TURNS = 5
 
 
 def list_skills(domains: Sequence[Domain] = ()) -> dict[str, Draw]:
@@ -40,26 +41,31 @@ def list_skills(domains: Sequence[Domain] = ()) -> dict[str, Draw]:
     }
 
 
-def join_turns(rng: random.Random, earlier: Example | None, example: Example) -> Example:
-    """An example, after an earlier one if neither has tools, sometimes with an instruction before it."""
-    before = () if earlier is None or earlier.tools or example.tools else earlier.messages
-    messages = (*before, *example.messages)
+def join_turns(rng: random.Random, examples: Sequence[Example]) -> Example:
+    """One conversation of examples without tools, or of one with them; some have an instruction first."""
+    messages = tuple(message for example in examples for message in example.messages)
     if rng.random() < INSTRUCTION_SHARE:
         role = rng.choice(("system", "system", "developer"))
         messages = ({"role": role, "content": rng.choice(INSTRUCTIONS)}, *messages)
-    return Example(messages, example.tools)
+    return Example(messages, examples[-1].tools)
 
 
 def draw_conversation(
     rng: random.Random, skills: Mapping[str, Draw], shares: Mapping[str, float], is_held_out: bool
 ) -> Example:
     """A conversation whose turns are all of one side of the split. shares: how often each skill comes."""
-    name = rng.choices(list(shares), list(shares.values()))[0]
-    example = draw_one(skills[name], rng, is_held_out)
-    earlier = None
-    if rng.random() < TWO_TURN_SHARE:
-        earlier = draw_one(skills[rng.choice(list(skills))], rng, is_held_out)
-    return join_turns(rng, earlier, example)
+
+    def draw_turn() -> Example:
+        name = rng.choices(list(shares), list(shares.values()))[0]
+        return draw_one(skills[name], rng, is_held_out)
+
+    turns = [draw_turn()]
+    while not turns[-1].tools and len(turns) < MOST_TURNS and rng.random() < MORE_TURNS_SHARE:
+        turn = draw_turn()
+        if turn.tools:
+            break
+        turns.append(turn)
+    return join_turns(rng, turns)
 
 
 def held_out_conversations(skills: Mapping[str, Draw], count: int) -> list[Example]:
@@ -67,6 +73,6 @@ def held_out_conversations(skills: Mapping[str, Draw], count: int) -> list[Examp
     rng = random.Random("held-out:conversations")
     names = [name for name in skills if name not in ("calls", "results", "no_tool")]
     return [
-        join_turns(rng, *(draw_one(skills[rng.choice(names)], rng, True) for _ in range(2)))
+        join_turns(rng, [draw_one(skills[rng.choice(names)], rng, True) for _ in range(2)])
         for _ in range(count)
     ]

@@ -67,8 +67,18 @@ class Batch:
     tokens: Tensor
     targets: Tensor
     """The token after each one, or -1 where nothing is learned."""
-    documents: Tensor
-    """The number of the document that each token is in. Attention stays within one."""
+    documents: Tensor | None = None
+    """The number of the document that each token is in, or -1 for padding. Attention stays within one."""
+
+    @property
+    def size(self) -> int:
+        """The number of tokens without padding."""
+        return self.tokens.numel() if self.documents is None else int((self.documents >= 0).sum())
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """All rows of batches of text."""
+    return Batch(*(torch.cat(parts) for parts in zip(*((b.tokens, b.targets) for b in batches), strict=True)))
 
 
 def answer_targets(tokens: Sequence[int], header: Sequence[int], end: int) -> list[int]:
@@ -102,7 +112,7 @@ class TextWindows:
     def take(self, first: int, count: int, length: int) -> Batch:
         """The windows of these numbers: `count` from `first` on, each of `length` tokens."""
         rows = torch.stack([self._window(first + number, length) for number in range(count)])
-        return Batch(rows[:, :-1], rows[:, 1:], torch.zeros(count, length, dtype=torch.int64))
+        return Batch(rows[:, :-1], rows[:, 1:])
 
     def _window(self, number: int, length: int) -> Tensor:
         windows = (self.size - length - 1) // length

@@ -28,7 +28,14 @@ from demo_probe import SkillFigures, measure_skills
 from demo_routing import idle_experts, mean_distance
 from demo_skill_list import list_skills
 from demo_skills import Example, held_out_examples
-from demo_stream import Batch, SkillWindows, TextWindows, tokenizer_texts, train_tokenizer
+from demo_stream import (
+    Batch,
+    SkillWindows,
+    TextWindows,
+    join_batches,
+    tokenizer_texts,
+    train_tokenizer,
+)
 from demo_texts import SPLIT_SEED, Domain, TextArguments, default_stdlib, read_domains, sha256_of
 
 PROBE_QUESTIONS = 48
@@ -46,7 +53,6 @@ class Progress:
     steps: int = 0
     text_tokens: int = 0
     skill_tokens: int = 0
-    answer_tokens: int = 0
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -64,14 +70,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--save-minutes", type=float, default=3.0, help="between probes, exports and saved states"
     )
     parser.add_argument("--text-rows", type=int, default=1, help="windows of each domain in a step")
-    parser.add_argument("--skill-rows", type=int, default=5, help="windows of skills in a step")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window of text")
+    parser.add_argument("--long-share", type=float, default=0.15, help="last part, with doubled --length")
+    parser.add_argument("--skill-rows", type=int, default=8, help="windows of skills in a step")
+    parser.add_argument("--skill-length", type=int, default=320, help="tokens of a window of skills")
     parser.add_argument("--skill-weight", type=float, default=0.5, help="part of the loss that skills have")
     parser.add_argument("--matrix-rate", type=float, default=0.015)
     parser.add_argument("--other-rate", type=float, default=0.004)
     parser.add_argument("--balance", type=float, default=0.005)
     parser.add_argument("--z-loss", type=float, default=0.0001)
-    parser.add_argument("--float32", action="store_true", help="no bfloat16 products")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shape", nargs="*", default=[], help="sizes that differ, as hidden=256")
@@ -140,32 +147,34 @@ class Run:
         }
         self.progress = Progress()
 
-    def train_step(self, factor: float) -> tuple[float, float]:
-        """Learns one batch of texts and one of skills; returns their losses in nats a token."""
+    def train_step(self, part: float) -> tuple[float, float]:
+        """Learns one batch of texts and one of skills; returns their losses in nats a token.
+
+        part: how much of the run's time is over, from 0 to 1.
+        """
         options, progress = self.options, self.progress
         rows, length = options.text_rows, options.length
-        chats = self.windows.take(progress.steps, options.skill_rows, length)
-        batches = [*(text.take(progress.steps * rows, rows, length) for text in self.texts), chats]
-        batch = Batch(
-            *(
-                torch.cat([getattr(part, name) for part in batches])
-                for name in ("tokens", "targets", "documents")
-            )
-        )
-        wanted = batch.targets >= 0
-        with torch.autocast("cpu", torch.bfloat16, enabled=not options.float32):
-            logits, report = self.model(batch.tokens, batch.documents, wanted)
-        losses = F.cross_entropy(logits.float(), batch.targets[wanted], reduction="none")
-        text_count = rows * length * len(self.texts)
-        text_loss, skill_loss = losses[:text_count].mean(), losses[text_count:].mean()
-        loss = text_loss * (1 - options.skill_weight) + skill_loss * options.skill_weight
-        (loss + options.balance * report.balance_loss + options.z_loss * report.z_loss).backward()
-        self.optimizer.step(factor)
+        if part > 1 - options.long_share:
+            length *= 2
+        texts = [text.take(progress.steps * rows, rows, length) for text in self.texts]
+        chats = self.windows.take(progress.steps, options.skill_rows, options.skill_length)
+        text_loss = self._learn(join_batches(texts), 1 - options.skill_weight)
+        skill_loss = self._learn(chats, options.skill_weight)
+        self.optimizer.step(rate_factor(part))
         progress.steps += 1
-        progress.text_tokens += text_count
-        progress.skill_tokens += int((chats.documents >= 0).sum())
-        progress.answer_tokens += len(losses) - text_count
-        return text_loss.item(), skill_loss.item()
+        progress.text_tokens += rows * length * len(texts)
+        progress.skill_tokens += chats.size
+        return text_loss, skill_loss
+
+    def _learn(self, batch: Batch, weight: float) -> float:
+        """Adds the gradients of one batch, times its weight; returns its loss."""
+        options = self.options
+        wanted = batch.targets >= 0
+        logits, report = self.model(batch.tokens, batch.documents, wanted)
+        loss = F.cross_entropy(logits, batch.targets[wanted])
+        extra = options.balance * report.balance_loss + options.z_loss * report.z_loss
+        (weight * (loss + extra)).backward()
+        return loss.item()
 
     def _forward(self, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         logits, report = self.model(tokens)
@@ -250,7 +259,7 @@ class Run:
         saved = self.progress.seconds
         while self.progress.seconds < limit:
             began = time.monotonic()
-            losses = self.train_step(rate_factor(self.progress.seconds / limit))
+            losses = self.train_step(self.progress.seconds / limit)
             self.progress.seconds += min(time.monotonic() - began, PAUSE)
             if self.progress.steps % 20 == 0:
                 self._report(losses, limit)

@@ -77,6 +77,7 @@ def test_windows_teach_exactly_the_answers(tokenizer: Any) -> None:
     wanted = batch.targets >= 0
     following = batch.tokens.roll(-1, dims=1)
     assert batch.targets[wanted].equal(following[wanted])
+    assert batch.documents is not None
     for number in batch.documents.unique().tolist():
         if number < 0:
             continue
