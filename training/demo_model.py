@@ -120,6 +120,12 @@ class Permuted(torch.autograd.Function):
         return gradients[0].index_select(0, context.saved_tensors[0]), None, None
 
 
+def permute(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Returns rows[order]. places: the inverse of order."""
+    moved: Tensor = Permuted.apply(rows, order, places)  # type: ignore[no-untyped-call]
+    return moved
+
+
 class Experts(nn.Module):
     """A router and its experts; the kept routing weights sum to one."""
 
@@ -137,8 +143,7 @@ class Experts(nn.Module):
         rows, length, hidden = x.shape
         count = self.shape.experts
         flat = x.reshape(-1, hidden)
-        with torch.autocast("cpu", enabled=False):
-            scores = F.linear(flat.float(), self.router)
+        scores = F.linear(flat, self.router)
         shares = scores.softmax(dim=-1)
         weights, picks = shares.topk(self.shape.top_k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -147,9 +152,9 @@ class Experts(nn.Module):
         places[order] = torch.arange(len(order))
         counts = torch.bincount(picks.flatten(), minlength=count)
         chosen = flat.unsqueeze(1).expand(-1, self.shape.top_k, -1).reshape(-1, hidden)
-        outputs = self._run(Permuted.apply(chosen, order, places), counts)
-        outputs = Permuted.apply(outputs, places, order).view(-1, self.shape.top_k, hidden)
-        mixed = (outputs.float() * weights.unsqueeze(-1)).sum(dim=1)
+        outputs = self._run(permute(chosen, order, places), counts)
+        outputs = permute(outputs, places, order).view(-1, self.shape.top_k, hidden)
+        mixed = (outputs * weights.unsqueeze(-1)).sum(dim=1)
         balance = count * (counts / picks.numel() * shares.mean(dim=0)).sum()
         z_loss = scores.logsumexp(dim=-1).square().mean()
         offset = torch.arange(rows).repeat_interleave(length * self.shape.top_k) * count

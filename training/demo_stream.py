@@ -12,7 +12,7 @@ from torch import Tensor
 
 from demo_chat import END, END_OF_TEXT, SPECIAL_TOKENS, START
 from demo_skill_list import draw_conversation
-from demo_skills import Draw
+from demo_skills import Draw, Example
 from demo_texts import Domain
 
 WORDS = (
@@ -21,6 +21,10 @@ WORDS = (
 )
 """Pieces that no token crosses. Every digit is a piece, so that sums have one token a digit."""
 TOKENIZER_CONVERSATIONS = 20_000
+PLAIN_SHARE = 0.1
+"""The part of single questions that is written without the chat template."""
+Chat = tuple[list[int], list[int]]
+"""Tokens and targets of one document of skills."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
@@ -81,7 +85,7 @@ def join_batches(batches: Sequence[Batch]) -> Batch:
     return Batch(*(torch.cat(parts) for parts in zip(*((b.tokens, b.targets) for b in batches), strict=True)))
 
 
-def answer_targets(tokens: Sequence[int], header: Sequence[int], end: int) -> list[int]:
+def answer_targets(tokens: Sequence[int], header: Sequence[int], end: int | None) -> list[int]:
     """The next token where it belongs to an assistant's answer or ends it, else -1.
 
     header: the tokens that open an answer. end: the token that closes it.
@@ -136,35 +140,43 @@ class SkillWindows:
         self._tokenizer = tokenizer
         self._seed = seed
         self._header = tokenizer.encode(f"{START}assistant\n").ids
-        self._end = int(tokenizer.token_to_id(END))
+        self._end = tokenizer.token_to_id(END)
         self.shares = dict.fromkeys(skills, 1.0)
 
     def take(self, number: int, rows: int, length: int) -> Batch:
         """The batch of this number: conversations put into `rows` windows of `length` tokens."""
         rng = random.Random(f"{self._seed}:skills:{number}:{length}")
-        chats: list[list[int]] = []
+        chats: list[Chat] = []
         size = 0
         while size < 0.97 * rows * length:
-            text = draw_conversation(rng, self._skills, self.shares, False).text
-            ids = self._tokenizer.encode(text).ids
+            example = draw_conversation(rng, self._skills, self.shares, False)
+            ids, targets = self._encode(example, rng.random() < PLAIN_SHARE)
             if len(ids) <= length:
-                chats.append(ids)
+                chats.append((ids, targets))
                 size += len(ids)
-        return self._pack(sorted(chats, key=len, reverse=True), rows, length)
+        return self._pack(sorted(chats, key=lambda chat: len(chat[0]), reverse=True), rows, length)
 
-    def _pack(self, chats: list[list[int]], rows: int, length: int) -> Batch:
+    def _encode(self, example: Example, is_plain: bool) -> Chat:
+        """The tokens and targets of a chat, or of its texts alone, for prompts without a chat template."""
+        if is_plain and not example.tools and len(example.messages) == 2:
+            ids = self._tokenizer.encode(f"{example.question}\n{example.answer}{END_OF_TEXT}").ids
+            return ids, [*ids[1:], -1]
+        ids = self._tokenizer.encode(example.text).ids
+        return ids, answer_targets(ids, self._header, self._end)
+
+    def _pack(self, chats: list[Chat], rows: int, length: int) -> Batch:
         """Puts each conversation into the first row with room; the last ones may find none."""
         tokens = torch.zeros(rows, length, dtype=torch.int64)
         targets = torch.full((rows, length), -1)
         documents = torch.full((rows, length), -1)
         ends = [0] * rows
-        for number, ids in enumerate(chats):
+        for number, (ids, wanted) in enumerate(chats):
             row = next((row for row in range(rows) if ends[row] + len(ids) <= length), None)
             if row is None:
                 continue
             room = slice(ends[row], ends[row] + len(ids))
             tokens[row, room] = torch.tensor(ids)
-            targets[row, room] = torch.tensor(answer_targets(ids, self._header, self._end))
+            targets[row, room] = torch.tensor(wanted)
             documents[row, room] = number
             ends[row] = room.stop
         return Batch(tokens, targets, documents)

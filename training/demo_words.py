@@ -9,14 +9,17 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-NAMES = _words(
-    "Tom Anna Ben Clara David Emma Felix Grace Henry Ida Jack Kate Leo Mia Noah Olivia Paul Rosa Sam Tina"
-    " Victor Wendy Max Nina Oscar Lily Adam Eva Hugo Julia Karl Laura Mark Nora Peter Ruth Simon Sara Zoe"
+HE = _words(
+    "Tom Ben David Felix Henry Jack Leo Noah Paul Sam Victor Max Oscar Adam Hugo Karl Mark Peter Simon Luis"
 )
+SHE = _words(
+    "Anna Clara Emma Grace Ida Kate Mia Olivia Rosa Tina Wendy Nina Lily Eva Julia Laura Nora Ruth Sara Zoe"
+)
+NAMES = HE + SHE
 CITIES = _words(
     "Oslo Paris Berlin Rome Madrid London Vienna Prague Dublin Lisbon Athens Warsaw Tokyo Cairo Lima Delhi"
     " Boston Chicago Toronto Sydney Milan Munich Geneva Zurich Lyon Porto Seoul Dallas Denver Hamburg Naples"
-    " Nairobi Quito Havana Bergen Bristol Leeds Kyoto Austin Miami"
+    " Nairobi Quito Havana Bergen Bristol Leeds Kyoto Austin Miami Bern"
 )
 JOBS = _words("teacher doctor baker nurse driver painter farmer lawyer pilot cook singer writer plumber")
 COLOURS = _words("red blue green yellow black white brown purple pink grey")
@@ -45,6 +48,11 @@ SYLLABLES = _words(
 def invent(rng: random.Random) -> str:
     """A word that nobody has seen, so that copying it needs reading."""
     return "".join(rng.choices(SYLLABLES, k=rng.randint(2, 3))).capitalize()
+
+
+def pronoun(name: str) -> str:
+    """`he` or `she`, or `they` for an invented name."""
+    return "he" if name in HE else "she" if name in SHE else "they"
 
 
 def pick_name(rng: random.Random, names: tuple[str, ...], invented: float = 0.15) -> str:

@@ -154,12 +154,39 @@ FUNCTIONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 """What a function does -> its expression, for each kind of parameter."""
+KNOWN_FUNCTIONS: tuple[tuple[str, str, str], ...] = (
+    ("returns the larger of two numbers", "larger(a, b)", "max(a, b)"),
+    ("returns the smaller of two numbers", "smaller(a, b)", "min(a, b)"),
+    ("adds two numbers", "add(a, b)", "a + b"),
+    ("subtracts two numbers", "subtract(a, b)", "a - b"),
+    ("multiplies two numbers", "multiply(a, b)", "a * b"),
+    ("divides two numbers", "divide(a, b)", "a / b"),
+    ("squares a number", "square(x)", "x ** 2"),
+    ("doubles a number", "double(x)", "x * 2"),
+    ("tells whether a number is even", "is_even(x)", "x % 2 == 0"),
+    ("tells whether a number is odd", "is_odd(x)", "x % 2 == 1"),
+    ("returns the sum of a list", "total(items)", "sum(items)"),
+    ("returns the largest item of a list", "largest(items)", "max(items)"),
+    ("returns the smallest item of a list", "smallest(items)", "min(items)"),
+    ("sorts a list", "sort(items)", "sorted(items)"),
+    ("reverses a list", "reverse(items)", "items[::-1]"),
+    ("returns the length of a list", "count(items)", "len(items)"),
+    ("returns the average of a list", "average(items)", "sum(items) / len(items)"),
+    ("reverses a text", "reverse(text)", "text[::-1]"),
+    ("counts the words of a text", "count_words(text)", "len(text.split())"),
+    ("tells whether a text is a palindrome", "is_palindrome(text)", "text == text[::-1]"),
+)
+"""What a function without given names does, its signature and its expression. They are always trained."""
 VERBS = ("get", "make", "compute", "do", "find", "run", "apply", "take", "give", "my")
 NOUNS = ("result", "value", "answer", "thing", "output", "step", "part", "number", "item", "data")
 
 
 def draw_functions(rng: random.Random) -> Example:
-    """A one-line Python function with a given name and given parameters."""
+    """A one-line Python function, mostly with a given name and given parameters."""
+    if rng.random() < 0.1:
+        what, signature, expression = rng.choice(KNOWN_FUNCTIONS)
+        asked = rng.choice(("Write a Python function that {}.", "Write a function in Python that {}."))
+        return _ask_code(asked.format(what), signature, expression, is_common=True)
     kind = rng.choice(("number", "list", "text", "pair"))
     what, expression = rng.choice(FUNCTIONS[kind])
     names = {"number": NUMBER_NAMES, "list": LIST_NAMES, "text": TEXT_NAMES, "pair": NUMBER_NAMES}[kind]
@@ -174,5 +201,9 @@ def draw_functions(rng: random.Random) -> Example:
             f"I need a Python function {name}({parameters}) that {what.format(**words)}.",
         )
     )
-    code = f"def {name}({parameters}):\n    return {expression.format(**words)}"
-    return ask(asked, f"```python\n{code}\n```")
+    return _ask_code(asked, f"{name}({parameters})", expression.format(**words))
+
+
+def _ask_code(asked: str, signature: str, expression: str, is_common: bool = False) -> Example:
+    answer = f"```python\ndef {signature}:\n    return {expression}\n```"
+    return ask(asked, answer, is_common)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from demo_skills import Example, ask
-from demo_words import MONTHS, NAMES, THINGS, WEEKDAYS, pick_name
+from demo_words import MONTHS, NAMES, THINGS, WEEKDAYS, pick_name, pronoun
 
 DAYS_IN_MONTH = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
@@ -38,9 +38,12 @@ def sum_in_words(rng: random.Random) -> Example:
     one, two = rng.randint(2, 20), rng.randint(1, 20)
     kind = rng.choice(("gets", "gives", "both", "bags", "twice"))
     has = f"{name} has {count_of(one, thing)}"
-    many = rng.choice((f"How many {thing[1]} does {name} have now?", "How many is that now?", "How many?"))
+    who = rng.choice((name, pronoun(name)))
+    does = "do" if who == "they" else "does"
+    many = f"How many {thing[1]} {does} {who} have{rng.choice((' now', '', ' in total'))}?"
+    many = rng.choice((many, many, "How many?", "How many now?"))
     if kind == "gets":
-        how = rng.choice(("gets {} more", "buys {} more", "finds {} more", f"gets {{}} more from {friend}"))
+        how = rng.choice(("gets {} more", "buys {} more", "buys {}", "finds {}", f"gets {{}} from {friend}"))
         text, sums, result = f"{has} and {how.format(two)}. {many}", f"{one} + {two}", one + two
     elif kind == "gives":
         two = rng.randint(1, one)

@@ -26,7 +26,8 @@ def tokenizer() -> Any:
 def test_transformers_renders_the_same_texts(tokenizer: Any, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=demo_chat.CHAT_TEMPLATE)
+    make: Any = PreTrainedTokenizerFast
+    fast = make(tokenizer_object=tokenizer, chat_template=demo_chat.CHAT_TEMPLATE)
     rng = random.Random(3)
     for _ in range(40):
         example = demo_skill_list.draw_conversation(rng, SKILLS, dict.fromkeys(SKILLS, 1.0), False)
@@ -47,12 +48,13 @@ def test_the_server_reads_calls_and_expects_no_reasoning() -> None:
 def test_instructions_stand_first_and_later_where_they_are() -> None:
     developer = {"role": "developer", "content": "Be brief."}
     user = {"role": "user", "content": "Hi"}
-    tool = {"type": "function", "function": {"name": "f"}}
+    function = {"name": "f"}
+    tool = {"type": "function", "function": function}
     head = "<|im_start|>system\nBe brief."
     tools = 'Tools, called as <tool_call>{"name": ..., "arguments": {...}}</tool_call>:\nf:  {}<|im_end|>\n'
     assert demo_chat.render([developer, user]).startswith(f"{head}<|im_end|>\n<|im_start|>user\n")
     assert demo_chat.render([developer, user], [tool]).startswith(f"{head}\n{tools}")
-    assert demo_chat.render([user], [tool["function"]]).startswith(f"<|im_start|>system\n{tools}")
+    assert demo_chat.render([user], [function]).startswith(f"<|im_start|>system\n{tools}")
     assert "developer\nBe brief." in demo_chat.render([user, developer])
 
 
@@ -78,11 +80,12 @@ def test_windows_teach_exactly_the_answers(tokenizer: Any) -> None:
     following = batch.tokens.roll(-1, dims=1)
     assert batch.targets[wanted].equal(following[wanted])
     assert batch.documents is not None
-    for number in batch.documents.unique().tolist():
-        if number < 0:
-            continue
+    for number in range(int(batch.documents.max())):
         here = batch.documents == number
         text = tokenizer.decode(batch.tokens[here].tolist(), skip_special_tokens=False)
         learned = tokenizer.decode(batch.targets[here & wanted].tolist(), skip_special_tokens=False)
+        if not text.startswith("<|im_start|>"):
+            assert text.endswith("<|endoftext|>") and text.endswith(learned)
+            continue
         parts = text.split("<|im_start|>assistant\n")[1:]
         assert learned == "".join(part.split("<|im_end|>")[0] + "<|im_end|>" for part in parts)

@@ -13,8 +13,8 @@ import pytest
 
 import demo_skill_list
 import demo_skills
+import demo_words
 import skills_lists
-import skills_numbers
 import skills_talk
 import skills_tools
 from demo_skills import Example
@@ -67,6 +67,7 @@ def test_every_turn_of_a_training_conversation_is_for_training() -> None:
         for at in range(0, len(turns), 2):
             question, answer = (str(message["content"]) for message in turns[at : at + 2])
             is_common = answer in {reply for reply, _ in skills_talk.TALK}
+            is_common |= any(what in question for what, _, _ in skills_lists.KNOWN_FUNCTIONS)
             assert is_common or not demo_skills.ask(question, answer).is_held_out
 
 
@@ -119,11 +120,7 @@ def test_days_and_months_are_those_of_a_calendar() -> None:
     moved = 0
     for example in draw_many("dates", 600):
         names = next(
-            (
-                names
-                for names in (skills_numbers.WEEKDAYS, skills_numbers.MONTHS)
-                if _mentions(example, names)
-            ),
+            (names for names in (demo_words.WEEKDAYS, demo_words.MONTHS) if _mentions(example, names)),
             None,
         )
         if names is None:
@@ -227,9 +224,14 @@ def test_functions_do_what_their_sentences_say(kind: str) -> None:
         "returns the smaller of {p} and {q}": lambda p, q: q if p > q else p,
         "tells whether {p} equals {q}": lambda p, q: not p - q,
     }
-    inputs = {"number": [7, -4], "list": [[3, 8, 1, 20]], "text": [" Yes No "], "pair": [6, -2]}[kind]
+    inputs: dict[str, list[Any]] = {
+        "number": [7, -4],
+        "list": [[3, 8, 1, 20]],
+        "text": [" Yes No "],
+        "pair": [6, -2],
+    }
     for what, expression in skills_lists.FUNCTIONS[kind]:
-        for value in inputs:
+        for value in inputs[kind]:
             result = eval(expression.format(p="p", q="q", k="3"), {"p": value, "q": 5})
             assert result == expected[what](value, 5 if kind == "pair" else 3), what
 
@@ -239,7 +241,24 @@ def test_functions_parse_and_have_the_name_and_the_parameters_of_the_question() 
         code = example.answer.removeprefix("```python\n").removesuffix("\n```")
         node = ast.parse(code).body[0]
         assert isinstance(node, ast.FunctionDef)
-        assert f"{node.name}({', '.join(argument.arg for argument in node.args.args)})" in example.question
+        signature = f"{node.name}({', '.join(argument.arg for argument in node.args.args)})"
+        assert signature in example.question or example.is_common
+
+
+def test_known_functions_do_what_their_sentences_say() -> None:
+    expected: dict[str, list[Any]] = {
+        "two numbers": [6, 2, 8, 4, 12, 3],
+        "a number": [36, 12, True, False],
+        "a list": [6, 3, 1, [1, 2, 3], [2, 1, 3], 3, 2],
+        "a text": ["cba", 1, False],
+    }
+    values = {"two numbers": (6, 2), "a number": (6,), "a list": ([3, 1, 2],), "a text": ("abc",)}
+    for what, signature, expression in skills_lists.KNOWN_FUNCTIONS:
+        subject = next(subject for subject in expected if subject in what)
+        scope: dict[str, Any] = {}
+        exec(f"def {signature}:\n    return {expression}", scope)
+        assert scope[signature.split("(")[0]](*values[subject]) == expected[subject].pop(0), what
+    assert not any(expected.values())
 
 
 def _call_of(example: Example) -> dict[str, Any]:
