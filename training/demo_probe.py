@@ -41,7 +41,7 @@ class SkillFigures:
         return self.exact / max(self.questions, 1)
 
 
-def _encode(tokenizer: Tokenizer, example: Example) -> tuple[list[int], int]:
+def encode_example(tokenizer: Tokenizer, example: Example) -> tuple[list[int], int]:
     """The tokens of prompt, answer and end, and how many of them the prompt has."""
     prompt = tokenizer.encode(example.prompt).ids
     return prompt + tokenizer.encode(example.answer + END).ids, len(prompt)
@@ -52,7 +52,7 @@ def measure_skill(
     forward: Forward, tokenizer: Tokenizer, examples: Sequence[Example], experts: int
 ) -> SkillFigures:
     """Counts the exact answers to the examples and the experts that they use."""
-    rows = sorted((*_encode(tokenizer, example), number) for number, example in enumerate(examples))
+    rows = sorted((*encode_example(tokenizer, example), number) for number, example in enumerate(examples))
     rows.sort(key=lambda row: len(row[0]))
     exact, loads, wrong = 0, None, []
     for first in range(0, len(rows), ROWS):

@@ -51,7 +51,7 @@ def tokenizer_texts(
     domains: Sequence[Domain],
     skills: Mapping[str, Draw],
     seed: int,
-    conversations: int = TOKENIZER_CONVERSATIONS,
+    conversations: int,
 ) -> Iterable[str]:
     """The training documents of all domains and conversations of all skills, without special tokens."""
     for domain in domains:

@@ -29,6 +29,7 @@ from demo_routing import idle_experts, mean_distance
 from demo_skill_list import list_skills
 from demo_skills import Example, held_out_examples
 from demo_stream import (
+    TOKENIZER_CONVERSATIONS,
     Batch,
     SkillWindows,
     TextWindows,
@@ -135,7 +136,7 @@ class Run:
         self.skills = list_skills(self.domains)
         sizes = dict(size.split("=") for size in options.shape)
         shape = DemoShape(**{name: int(size) for name, size in sizes.items()})
-        texts = tokenizer_texts(self.domains, self.skills, options.seed)
+        texts = tokenizer_texts(self.domains, self.skills, options.seed, TOKENIZER_CONVERSATIONS)
         self.tokenizer = train_tokenizer(texts, shape.vocab)
         self.model = DemoModel(shape)
         self.optimizer = DemoOptimizer(self.model, options.matrix_rate, options.other_rate)
