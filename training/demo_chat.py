@@ -39,13 +39,14 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>' -}}{{- message.role -}}{{- '\\n' -}}{{- message.content or '' -}}
 {%- for call in message.tool_calls or [] -%}
 {%- set function = call.function -%}
-{{- '<tool_call>{"name": ' -}}{{- function.name | tojson -}}{{- ', "arguments": ' -}}
+{%- if not loop.first -%}{{- '\\n' -}}{%- endif -%}
+{{- '<tool_call>\\n{"name": ' -}}{{- function.name | tojson -}}{{- ', "arguments": ' -}}
 {%- if function.arguments is string -%}
 {{- function.arguments -}}
 {%- else -%}
 {{- function.arguments | tojson -}}
 {%- endif -%}
-{{- '}</tool_call>' -}}
+{{- '}\\n</tool_call>' -}}
 {%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}

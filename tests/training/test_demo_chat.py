@@ -62,7 +62,7 @@ def test_arguments_of_earlier_calls_may_be_text_or_objects() -> None:
     call = demo_chat.write_call("f", {"a": 1})
     as_text = {**call, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
     assert demo_chat.render([call]) == demo_chat.render([as_text])
-    assert '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' in demo_chat.render([call])
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in demo_chat.render([call])
 
 
 def test_digits_are_tokens_of_their_own(tokenizer: Any) -> None:

@@ -262,7 +262,7 @@ def test_known_functions_do_what_their_sentences_say() -> None:
 
 
 def _call_of(example: Example) -> dict[str, Any]:
-    inside = re.fullmatch(r"<tool_call>(.*)</tool_call>", example.answer)
+    inside = re.fullmatch(r"<tool_call>\n(.*)\n</tool_call>", example.answer)
     assert inside is not None
     call: dict[str, Any] = json.loads(inside[1])
     return call
