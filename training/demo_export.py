@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +12,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from demo_chat import CHAT_TEMPLATE, END, END_OF_TEXT, START
 from demo_model import DemoModel, DemoShape
-from demo_stream import END, END_OF_TEXT, START
 
-CHAT_TEMPLATE = (
-    "{%- if tools -%}\n"
-    "{{- '<|im_start|>system\\nTools:\\n' -}}\n"
-    "{%- for tool in tools -%}\n"
-    "{{- tool | tojson -}}{{- '\\n' -}}\n"
-    "{%- endfor -%}\n"
-    '{{- \'A call: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n\' -}}\n'
-    "{%- endif -%}\n"
-    "{%- for message in messages -%}\n"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}\n"
-    "{%- for call in message['tool_calls'] or [] -%}\n"
-    "{%- set function = call['function'] -%}\n"
-    "{{- '<tool_call>\\n{\"name\": ' -}}{{- function['name'] | tojson -}}\n"
-    "{{- ', \"arguments\": ' -}}{{- function['arguments'] | tojson -}}{{- '}\\n</tool_call>' -}}\n"
-    "{%- endfor -%}\n"
-    "{{- '<|im_end|>\\n' -}}\n"
-    "{%- endfor -%}\n"
-    "{%- if add_generation_prompt -%}\n"
-    "{{- '<|im_start|>assistant\\n' -}}\n"
-    "{%- endif -%}\n"
-)
+NUMBER_LIST = re.compile(r"\[\s+([-\d.,\se]+?)\s+\]")
 BLOCK_NAMES = {
     "input_norm.weight": "input_layernorm.weight",
     "expert_norm.weight": "post_attention_layernorm.weight",
@@ -137,9 +118,11 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file and puts it in place in one rename."""
+    """Writes a JSON file with each list of numbers in one line, and puts it in place in one rename."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    text = NUMBER_LIST.sub(lambda found: "[" + " ".join(found[1].split()) + "]", text)
+    fresh.write_text(text + "\n", encoding="utf-8")
     fresh.replace(path)
 
 

@@ -7,6 +7,7 @@ exactly its own rows; no row is padded and none is dropped.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +38,14 @@ class DemoShape:
 
 @dataclass
 class RouterReport:
-    """What the routers of one forward pass did."""
+    """What the router of one layer did, or the routers of all layers in one pass."""
 
     balance_loss: Tensor
     z_loss: Tensor
-    loads: Tensor  # [layers, sequences, experts], picks per sequence
+    loads: Tensor
+    """[layers, sequences, experts], how often each expert was picked. One layer's has no first dimension."""
+    picks: Tensor
+    """[layers, sequences, positions, top-k], the picked experts."""
 
 
 class RMSNorm(nn.Module):
@@ -86,8 +90,8 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Causal self-attention over [sequences, positions, hidden]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """Causal self-attention over [sequences, positions, hidden], within `mask` if there is one."""
         rows, length, _ = x.shape
         split = (rows, length, -1, self.shape.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(split)).transpose(1, 2), cos, sin)
@@ -96,9 +100,30 @@ class Attention(nn.Module):
         groups = self.shape.heads // self.shape.kv_heads
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
         return out
+
+
+class Permuted(torch.autograd.Function):
+    """Rows in another order. Its gradient is a permutation too, where indexing would add row by row."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+        """Returns rows[order]. places: the inverse of order."""
+        context.save_for_backward(places)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Puts the gradient of each row back in its place."""
+        return gradients[0].index_select(0, context.saved_tensors[0]), None, None
+
+
+def permute(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """Returns rows[order]. places: the inverse of order."""
+    moved: Tensor = Permuted.apply(rows, order, places)  # type: ignore[no-untyped-call]
+    return moved
 
 
 class Experts(nn.Module):
@@ -113,8 +138,8 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(wide))
         self.down = nn.Parameter(torch.empty(shape.experts, shape.hidden, shape.expert_width))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the output, balance loss, z-loss and picks per sequence."""
+    def forward(self, x: Tensor) -> tuple[Tensor, RouterReport]:
+        """Returns the output and what the router of this layer did."""
         rows, length, hidden = x.shape
         count = self.shape.experts
         flat = x.reshape(-1, hidden)
@@ -123,16 +148,19 @@ class Experts(nn.Module):
         weights, picks = shares.topk(self.shape.top_k, dim=-1)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         order = picks.flatten().argsort(stable=True)
-        token = order // self.shape.top_k
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order))
         counts = torch.bincount(picks.flatten(), minlength=count)
-        outputs = self._run(flat.index_select(0, token), counts)
-        outputs = outputs * weights.flatten().index_select(0, order).unsqueeze(-1)
-        mixed = torch.zeros_like(flat).index_add(0, token, outputs)
+        chosen = flat.unsqueeze(1).expand(-1, self.shape.top_k, -1).reshape(-1, hidden)
+        outputs = self._run(permute(chosen, order, places), counts)
+        outputs = permute(outputs, places, order).view(-1, self.shape.top_k, hidden)
+        mixed = (outputs * weights.unsqueeze(-1)).sum(dim=1)
         balance = count * (counts / picks.numel() * shares.mean(dim=0)).sum()
         z_loss = scores.logsumexp(dim=-1).square().mean()
         offset = torch.arange(rows).repeat_interleave(length * self.shape.top_k) * count
         loads = torch.bincount(picks.flatten() + offset, minlength=rows * count)
-        return mixed.view_as(x), balance, z_loss, loads.view(rows, count)
+        picks = picks.view(rows, length, -1)
+        return mixed.view_as(x), RouterReport(balance, z_loss, loads.view(rows, count), picks)
 
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         gate_up = torch.cat((self.gate, self.up), dim=1).unbind(0)
@@ -154,11 +182,13 @@ class Block(nn.Module):
         self.expert_norm = RMSNorm(shape.hidden, shape.norm_eps)
         self.experts = Experts(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the new hidden states and the router's figures."""
-        x = x + self.attention(self.input_norm(x), cos, sin)
-        mixed, balance, z_loss, loads = self.experts(self.expert_norm(x))
-        return x + mixed, balance, z_loss, loads
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, RouterReport]:
+        """Returns the new hidden states and what the router did."""
+        x = x + self.attention(self.input_norm(x), cos, sin, mask)
+        mixed, report = self.experts(self.expert_norm(x))
+        return x + mixed, report
 
 
 class DemoModel(nn.Module):
@@ -181,17 +211,29 @@ class DemoModel(nn.Module):
                 spread /= (2 * self.shape.layers) ** 0.5
             nn.init.normal_(weight, std=spread)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, RouterReport]:
-        """Returns the logits of [sequences, positions] and the router report."""
+    def forward(
+        self, tokens: Tensor, documents: Tensor | None = None, wanted: Tensor | None = None
+    ) -> tuple[Tensor, RouterReport]:
+        """Returns logits and the router report.
+
+        tokens: [sequences, positions]. documents: the number of each token's document, of that shape;
+        attention stays within one. wanted: a mask of that shape. The logits are [wanted positions, vocab],
+        or without a mask [sequences, positions, vocab].
+        """
         cos, sin = rope_tables(self.shape, tokens.shape[1])
+        mask = None
+        if documents is not None:
+            mask = (documents.unsqueeze(1) == documents.unsqueeze(2)).tril().unsqueeze(1)
         x = F.embedding(tokens, self.embedding)
-        balance = torch.zeros(())
-        z_loss = torch.zeros(())
-        loads = []
+        reports = []
         for block in self.blocks:
-            x, block_balance, block_z, block_loads = block(x, cos, sin)
-            balance = balance + block_balance / self.shape.layers
-            z_loss = z_loss + block_z / self.shape.layers
-            loads.append(block_loads)
+            x, report = block(x, cos, sin, mask)
+            reports.append(report)
+        x = x if wanted is None else x[wanted]
         logits = F.linear(self.final_norm(x), self.embedding)
-        return logits, RouterReport(balance, z_loss, torch.stack(loads))
+        return logits, RouterReport(
+            balance_loss=torch.stack([report.balance_loss for report in reports]).mean(),
+            z_loss=torch.stack([report.z_loss for report in reports]).mean(),
+            loads=torch.stack([report.loads for report in reports]),
+            picks=torch.stack([report.picks for report in reports]),
+        )

@@ -6,6 +6,8 @@ close to one, found by a few steps of a quintic Newton-Schulz iteration.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +37,15 @@ class MatrixMomentum:
         """Forgets the gradients."""
         for weight in self._weights:
             weight.grad = None
+
+    def state_dict(self) -> list[Tensor]:
+        """The momentum of each matrix."""
+        return self._states
+
+    def load_state_dict(self, states: list[Tensor]) -> None:
+        """Takes the momentum that `state_dict` gave."""
+        for state, saved in zip(self._states, states, strict=True):
+            state.copy_(saved)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -84,3 +95,12 @@ class DemoOptimizer:
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
         self._matrix.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs of both optimizers."""
+        return {"matrix": self._matrix.state_dict(), "adam": self._adam.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        self._matrix.load_state_dict(state["matrix"])
+        self._adam.load_state_dict(state["adam"])

@@ -1,67 +1,34 @@
-"""Tokenizer, chat documents and the shuffled training windows of each domain."""
+"""The tokenizer and the training windows. Every batch follows from the seed and its number alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from demo_texts import Document, Domain, Turn
+from demo_chat import END, END_OF_TEXT, SPECIAL_TOKENS, START
+from demo_skill_list import draw_conversation
+from demo_skills import Draw, Example
+from demo_texts import Domain
 
-END_OF_TEXT = "<|endoftext|>"
-START = "<|im_start|>"
-END = "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, START, END)
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SYSTEM_MESSAGES = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant. Answer briefly.",
-    "You are a small demonstration model.",
-)
-ABOUT_ME = (
-    "I am a very small demonstration model with a mixture of experts. I have read"
-    " grade-school maths, Python code and Debian manuals, and I often get things wrong."
-)
-GREETINGS = (
-    Turn("Hello", "Hello! Ask me about maths, Python or Debian."),
-    Turn("Hello!", "Hello! Ask me about maths, Python or Debian."),
-    Turn("Hi", "Hi! Ask me about maths, Python or Debian."),
-    Turn("Hi there, how are you?", "I am fine, thank you. What would you like to know?"),
-    Turn("Who are you?", ABOUT_ME),
-    Turn("What are you?", ABOUT_ME),
-    Turn("What can you do?", ABOUT_ME),
-    Turn("Thank you!", "You are welcome."),
-    Turn("Thanks", "You are welcome."),
-)
+"""Pieces that no token crosses. Every digit is a piece, so that sums have one token a digit."""
+TOKENIZER_CONVERSATIONS = 20_000
+PLAIN_SHARE = 0.1
+"""The part of single questions that is written without the chat template."""
+Chat = tuple[list[int], list[int]]
+"""Tokens and targets of one document of skills."""
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """How one pass over a domain is drawn."""
-
-    text_share: float
-    turn_share: float
-    greetings: int = 0
-
-
-MIXTURES = {
-    "maths": Mixture(text_share=0.5, turn_share=0.5),
-    "python": Mixture(text_share=1.0, turn_share=0.5),
-    "prose": Mixture(text_share=1.0, turn_share=0.5, greetings=6),
-}
-TWO_TURN_SHARE = 0.15
-SYSTEM_SHARE = 0.2
-
-
-def train_tokenizer(domains: Sequence[Domain], vocab: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer on the training texts."""
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer on texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -76,67 +43,140 @@ def train_tokenizer(domains: Sequence[Domain], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (document.text for domain in domains for document in domain.train)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
 
-def render_chat(turns: Sequence[Turn], system: str | None) -> str:
-    """Writes turns in the chat format, ending with the end of the document."""
-    parts = [f"{START}system\n{system}{END}\n"] if system else []
-    for turn in turns:
-        parts.append(f"{START}user\n{turn.question}{END}\n")
-        parts.append(f"{START}assistant\n{turn.answer}{END}\n")
-    return "".join(parts) + END_OF_TEXT
+def tokenizer_texts(
+    domains: Sequence[Domain],
+    skills: Mapping[str, Draw],
+    seed: int,
+    conversations: int,
+) -> Iterable[str]:
+    """The training documents of all domains and conversations of all skills, without special tokens."""
+    for domain in domains:
+        yield from (document.text for document in domain.train)
+    shares = dict.fromkeys(skills, 1.0)
+    rng = random.Random(f"tokenizer:{seed}")
+    for _ in range(conversations):
+        text = draw_conversation(rng, skills, shares, False).text
+        for turn in text.split(START):
+            yield turn.replace(END, "")
 
 
-def draw_pass(documents: Sequence[Document], mixture: Mixture, rng: random.Random) -> list[str]:
-    """Draws one shuffled pass of plain and chat documents."""
-    texts = [d.text + END_OF_TEXT for d in documents if rng.random() < mixture.text_share]
-    turns = [t for d in documents for t in d.turns if rng.random() < mixture.turn_share]
-    turns += list(GREETINGS) * mixture.greetings
-    rng.shuffle(turns)
-    while turns:
-        size = 2 if rng.random() < TWO_TURN_SHARE else 1
-        system = rng.choice(SYSTEM_MESSAGES) if rng.random() < SYSTEM_SHARE else None
-        texts.append(render_chat(turns[:size], system))
-        turns = turns[size:]
-    rng.shuffle(texts)
-    return texts
+@dataclass(frozen=True)
+class Batch:
+    """Training windows of [rows, length] tokens."""
+
+    tokens: Tensor
+    targets: Tensor
+    """The token after each one, or -1 where nothing is learned."""
+    documents: Tensor | None = None
+    """The number of the document that each token is in, or -1 for padding. Attention stays within one."""
+
+    @property
+    def size(self) -> int:
+        """The number of tokens without padding."""
+        return self.tokens.numel() if self.documents is None else int((self.documents >= 0).sum())
 
 
-class WindowStream:
-    """Endless training windows of one domain, newly drawn in every pass."""
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """All rows of batches of text."""
+    return Batch(*(torch.cat(parts) for parts in zip(*((b.tokens, b.targets) for b in batches), strict=True)))
+
+
+def answer_targets(tokens: Sequence[int], header: Sequence[int], end: int | None) -> list[int]:
+    """The next token where it belongs to an assistant's answer or ends it, else -1.
+
+    header: the tokens that open an answer. end: the token that closes it.
+    """
+    size, is_answer = len(header), False
+    targets = [-1] * len(tokens)
+    for place in range(len(tokens) - 1):
+        if place + 1 >= size and list(tokens[place + 1 - size : place + 1]) == list(header):
+            is_answer = True
+        if is_answer:
+            targets[place] = tokens[place + 1]
+            is_answer = tokens[place + 1] != end
+    return targets
+
+
+class TextWindows:
+    """Windows of one domain's text, in a new order in every pass."""
 
     def __init__(self, domain: Domain, tokenizer: Tokenizer, seed: int) -> None:
-        self._domain = domain
+        self._name = f"{seed}:{domain.name}"
+        texts = [document.text + END_OF_TEXT for document in domain.train]
+        self._documents = [torch.tensor(code.ids) for code in tokenizer.encode_batch(texts)]
+        self.size = sum(map(len, self._documents))
+        self._key: tuple[int, int] | None = None
+        self._tokens = torch.empty(0, dtype=torch.int64)
+        self._starts: list[int] = []
+
+    def take(self, first: int, count: int, length: int) -> Batch:
+        """The windows of these numbers: `count` from `first` on, each of `length` tokens."""
+        rows = torch.stack([self._window(first + number, length) for number in range(count)])
+        return Batch(rows[:, :-1], rows[:, 1:])
+
+    def _window(self, number: int, length: int) -> Tensor:
+        windows = (self.size - length - 1) // length
+        turn, place = divmod(number, windows)
+        if self._key != (turn, length):
+            self._key = (turn, length)
+            rng = random.Random(f"{self._name}:{turn}:{length}")
+            self._tokens = torch.cat(rng.sample(self._documents, len(self._documents)))
+            offset = rng.randrange(length)
+            self._starts = [offset + at * length for at in range(windows)]
+            rng.shuffle(self._starts)
+        start = self._starts[place]
+        return self._tokens[start : start + length + 1]
+
+
+class SkillWindows:
+    """Windows full of short conversations, of which only the answers are learned."""
+
+    def __init__(self, skills: Mapping[str, Draw], tokenizer: Tokenizer, seed: int) -> None:
+        self._skills = skills
         self._tokenizer = tokenizer
-        self._rng = random.Random(f"{seed}:{domain.name}")
-        self._length = 0
-        self._windows: Iterator[Tensor] = iter(())
-        self.passes = 0
+        self._seed = seed
+        self._header = tokenizer.encode(f"{START}assistant\n").ids
+        self._end = tokenizer.token_to_id(END)
+        self.shares = dict.fromkeys(skills, 1.0)
 
-    def _draw(self, length: int) -> Iterator[Tensor]:
-        texts = draw_pass(self._domain.train, MIXTURES[self._domain.name], self._rng)
-        ids = [i for code in self._tokenizer.encode_batch(texts) for i in code.ids]
-        start = self._rng.randrange(length)
-        tokens = torch.tensor(ids[start:], dtype=torch.int32)
-        count = (len(tokens) - 1) // length
-        starts = [number * length for number in range(count)]
-        self._rng.shuffle(starts)
-        self.passes += 1
-        return iter([tokens[at : at + length + 1].long() for at in starts])
+    def take(self, number: int, rows: int, length: int) -> Batch:
+        """The batch of this number: conversations put into `rows` windows of `length` tokens."""
+        rng = random.Random(f"{self._seed}:skills:{number}:{length}")
+        chats: list[Chat] = []
+        size = 0
+        while size < 0.97 * rows * length:
+            example = draw_conversation(rng, self._skills, self.shares, False)
+            ids, targets = self._encode(example, rng.random() < PLAIN_SHARE)
+            if len(ids) <= length:
+                chats.append((ids, targets))
+                size += len(ids)
+        return self._pack(sorted(chats, key=lambda chat: len(chat[0]), reverse=True), rows, length)
 
-    def take(self, count: int, length: int) -> Tensor:
-        """Returns [count, length + 1] tokens."""
-        if length != self._length:
-            self._length = length
-            self._windows = self._draw(length)
-        taken: list[Tensor] = []
-        while len(taken) < count:
-            window = next(self._windows, None)
-            if window is None:
-                self._windows = self._draw(length)
+    def _encode(self, example: Example, is_plain: bool) -> Chat:
+        """The tokens and targets of a chat, or of its texts alone, for prompts without a chat template."""
+        if is_plain and not example.tools and len(example.messages) == 2:
+            ids = self._tokenizer.encode(f"{example.question}\n{example.answer}{END_OF_TEXT}").ids
+            return ids, [*ids[1:], -1]
+        ids = self._tokenizer.encode(example.text).ids
+        return ids, answer_targets(ids, self._header, self._end)
+
+    def _pack(self, chats: list[Chat], rows: int, length: int) -> Batch:
+        """Puts each conversation into the first row with room; the last ones may find none."""
+        tokens = torch.zeros(rows, length, dtype=torch.int64)
+        targets = torch.full((rows, length), -1)
+        documents = torch.full((rows, length), -1)
+        ends = [0] * rows
+        for number, (ids, wanted) in enumerate(chats):
+            row = next((row for row in range(rows) if ends[row] + len(ids) <= length), None)
+            if row is None:
                 continue
-            taken.append(window)
-        return torch.stack(taken)
+            room = slice(ends[row], ends[row] + len(ids))
+            tokens[row, room] = torch.tensor(ids)
+            targets[row, room] = torch.tensor(wanted)
+            documents[row, room] = number
+            ends[row] = room.stop
+        return Batch(tokens, targets, documents)

@@ -7,7 +7,6 @@ the same arguments rebuilds exactly the texts that training never saw.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import random
@@ -41,20 +40,12 @@ CALCULATOR_NOTE = re.compile(r"<<.*?>>")
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One question and its answer, the raw material of a chat document."""
-
-    question: str
-    answer: str
-
-
-@dataclass(frozen=True)
 class Document:
-    """A plain text with the chat turns that can be made from it."""
+    """A plain text with questions about it that the model is not to answer."""
 
     name: str
     text: str
-    turns: tuple[Turn, ...] = ()
+    questions: tuple[str, ...] = ()
 
 
 @dataclass
@@ -115,7 +106,7 @@ def read_maths(path: Path) -> list[Document]:
             Document(
                 name=f"row{number:06d}",
                 text=f"Question: {question}\nAnswer: {answer}",
-                turns=(Turn(question, answer),),
+                questions=(question,),
             )
         )
     return documents
@@ -142,38 +133,9 @@ def source_files(stdlib: Path, limit: int) -> list[tuple[str, str]]:
     return chosen
 
 
-def function_turns(source: str) -> Iterator[Turn]:
-    """Makes two kinds of request from each short function with a docstring."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef) or node.name.startswith("__"):
-            continue
-        docstring = ast.get_docstring(node)
-        if not docstring or node.decorator_list or len(node.body) < 2:
-            continue
-        code = ast.get_source_segment(source, node, padded=True)
-        if code is None or not 80 <= len(code) <= 1800:
-            continue
-        lines = code.splitlines()
-        indent = node.col_offset
-        body = [line[indent:] if not line[:indent].strip() else line for line in lines]
-        head_length = node.body[1].lineno - node.lineno
-        answer = "```python\n" + "\n".join(body) + "\n```"
-        summary = docstring.split("\n\n")[0].replace("\n", " ").strip().rstrip(".")
-        head = "\n".join(body[:head_length]).rstrip()
-        yield Turn(f"Write a Python function `{node.name}`: {summary}.", answer)
-        yield Turn(f"Complete this code:\n```python\n{head}\n```", answer)
-
-
 def read_python(stdlib: Path, limit: int) -> list[Document]:
-    """Reads the standard library's modules with requests for their functions."""
-    return [
-        Document(name=name, text=text, turns=tuple(function_turns(text)))
-        for name, text in source_files(stdlib, limit)
-    ]
+    """Reads the standard library's modules."""
+    return [Document(name, text) for name, text in source_files(stdlib, limit)]
 
 
 class ProseParser(HTMLParser):
@@ -231,16 +193,6 @@ def page_sections(page: Path) -> Iterator[tuple[str, list[str]]]:
         yield heading, paragraphs
 
 
-def opening(paragraphs: Sequence[str], limit: int = 1100) -> str:
-    """The first paragraphs that fit the limit, and always the first one."""
-    kept = [paragraphs[0]]
-    for paragraph in paragraphs[1:]:
-        if sum(map(len, kept)) + len(paragraph) > limit:
-            break
-        kept.append(paragraph)
-    return "\n\n".join(kept)
-
-
 def read_prose(folders: Sequence[Path]) -> list[Document]:
     """Reads sections of English prose; a paragraph seen before is dropped."""
     documents = []
@@ -252,15 +204,12 @@ def read_prose(folders: Sequence[Path]) -> list[Document]:
                 seen.update(fresh)
                 if not fresh:
                     continue
-                questions = (
-                    f"Tell me about {heading}.",
-                    f"What should I know about {heading}?",
-                )
+                forms = ("Tell me about {}.", "What should I know about {}?", "What is {}?", "Explain {}.")
                 documents.append(
                     Document(
                         name=f"{folder.name}/{page.relative_to(folder).as_posix()}/{number:04d}",
                         text=f"# {heading}\n\n" + "\n\n".join(fresh),
-                        turns=tuple(Turn(asked, opening(fresh)) for asked in questions),
+                        questions=tuple(form.format(heading) for form in forms),
                     )
                 )
     return documents

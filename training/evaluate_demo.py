@@ -1,20 +1,20 @@
 """Measures a finished demo checkpoint and writes the figures next to it.
 
 Per domain: bits per byte on the held-out text beside those of xz on the same
-bytes, and how far the domains' expert loads lie apart. For Python also the
-share of completions that parse. The texts are rebuilt from the same arguments
-as in training, and their hashes must match those in training.json.
+bytes. Per skill: the share of held-out questions whose greedy answer is exactly
+right. For both: how far their expert loads lie apart. The texts are rebuilt from
+the same arguments as in training, and their hashes must match those in training.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import lzma
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from demo_chat import END_OF_TEXT
 from demo_export import write_json
+from demo_probe import Forward, SkillFigures, measure_skills
 from demo_routing import distances, idle_experts, mean_distance
-from demo_stream import END_OF_TEXT
+from demo_skill_list import held_out_conversations, list_skills
+from demo_skills import Draw, Example, held_out_examples
 from demo_texts import Domain, read_domains
 from train_demo import add_text_arguments, text_arguments
-
-COMPLETION_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,15 @@ class Reading:
     loads: Tensor  # [layers, experts]
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A completion of a code prompt and whether it ended by itself."""
-
-    prompt: str
-    text: str
-    ended: bool
-
-
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_text_arguments(parser)
     parser.add_argument("--checkpoint", type=Path, required=True)
-    parser.add_argument("--code-prompts", type=Path, required=True, help="HumanEval JSONL")
+    parser.add_argument("--questions", type=int, default=240, help="held-out ones of each skill")
+    parser.add_argument("--results", type=Path, help="JSON file; default: evaluation.json in the checkpoint")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--stride", type=int, default=512)
-    parser.add_argument("--completion-tokens", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args(arguments)
 
@@ -102,77 +93,38 @@ def read_text(model: PreTrainedModel, tokens: Tensor, context: int, stride: int)
     return Reading(nats=nats, tokens=done, loads=loads)
 
 
-def kept_body(completion: Completion) -> str:
-    """The lines that belong to the function the prompt opened.
+def forward_of(model: PreTrainedModel) -> Forward:
+    """The model's logits and picked experts of tokens that are padded at the end."""
+    experts, top_k = int(model.config.num_experts), int(model.config.num_experts_per_tok)
 
-    The text is cut before the first line that is not blank and not indented.
-    If no such line came and the token limit stopped the text, its last line is
-    unfinished and is dropped.
-    """
-    lines = completion.text.split("\n")
-    for number, line in enumerate(lines):
-        if line.strip() and not line[0].isspace():
-            return "\n".join(lines[:number])
-    if not completion.ended:
-        lines = lines[:-1]
-    return "\n".join(lines)
+    def forward(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        output = model(tokens, attention_mask=mask, output_router_logits=True)
+        scores = torch.stack([layer.view(*tokens.shape, experts) for layer in output.router_logits])
+        return output.logits, scores.topk(top_k, dim=-1).indices
+
+    return forward
 
 
-def parses(completion: Completion) -> bool:
-    """Whether prompt and body parse, with a statement after the docstring."""
-    try:
-        tree = ast.parse(completion.prompt + kept_body(completion) + "\n")
-    except (SyntaxError, ValueError):
-        return False
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if not functions:
-        return False
-    documented = ast.get_docstring(functions[-1]) is not None
-    return len(functions[-1].body) > int(documented)
+def held_out_questions(skills: Mapping[str, Draw], count: int) -> dict[str, list[Example]]:
+    """`count` held-out questions of each skill, and as many conversations of two turns."""
+    rows = {name: held_out_examples(draw, name, count) for name, draw in skills.items()}
+    return rows | {"conversations": held_out_conversations(skills, count)}
 
 
-@torch.no_grad()
-def complete(
-    model: PreTrainedModel, tokenizer: Tokenizer, prompts: list[str], limit: int, sample: bool
-) -> list[Completion]:
-    """Completes code prompts, greedily or with the checkpoint's own sampling."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    stops = set(model.generation_config.eos_token_id)
-    found: list[Completion] = []
-    for at in range(0, len(prompts), COMPLETION_BATCH):
-        batch = prompts[at : at + COMPLETION_BATCH]
-        rows = [[end, *tokenizer.encode(prompt).ids] for prompt in batch]
-        width = max(map(len, rows))
-        tokens = torch.tensor([[end] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-        settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": sample}
-        output = model.generate(tokens, attention_mask=mask, **settings)  # type: ignore[operator]
-        for prompt, row in zip(batch, output[:, width:].tolist(), strict=True):
-            length = next((n for n, token in enumerate(row) if token in stops), len(row))
-            ended = length < len(row)
-            found.append(Completion(prompt, tokenizer.decode(row[:length]), ended))
-    return found
-
-
-def code_figures(
-    model: PreTrainedModel, tokenizer: Tokenizer, options: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    """The share of completions that parse, greedy and sampled."""
-    lines = options.code_prompts.read_text(encoding="utf-8").splitlines()
-    prompts = [str(json.loads(line)["prompt"]) for line in lines]
-    figures = {}
-    for name, sample in (("greedy", False), ("sampled", True)):
-        torch.manual_seed(options.seed)
-        found = complete(model, tokenizer, prompts, options.completion_tokens, sample)
-        accepted = sum(map(parses, found))
-        cut = sum(not one.ended and kept_body(one) == one.text.rpartition("\n")[0] for one in found)
-        figures[name] = {
-            "prompts": len(found),
-            "accepted": accepted,
-            "share": round(accepted / len(found), 4),
-            "cut_by_limit": cut,
+def skill_figures(measured: Mapping[str, SkillFigures]) -> dict[str, Any]:
+    """The exact share of each skill, some missed questions, and the share of each expert by layer."""
+    return {
+        name: {
+            "questions": figures.questions,
+            "exact": figures.exact,
+            "share": round(figures.share, 4),
+            "missed": [{"question": question, "answer": answer} for question, answer in figures.wrong],
+            "experts": [
+                [round(float(x), 4) for x in layer / layer.sum()] for layer in figures.loads.double()
+            ],
         }
-    return figures
+        for name, figures in measured.items()
+    }
 
 
 def domain_figures(domain: Domain, reading: Reading) -> dict[str, float]:
@@ -216,8 +168,12 @@ def show(result: dict[str, Any]) -> None:
     console.print(table)
     routing = result["routing"]
     console.print(f"mean {routing['mean_distance']:.3f}, idle experts {routing['idle_experts']}")
-    for name, row in result["python_completions"].items():
-        console.print(f"{name}: {row['accepted']} of {row['prompts']} completions parse")
+    table = Table(title="Held-out questions of skills")
+    for column in ("skill", "questions", "exact", "share"):
+        table.add_column(column, justify="left" if column == "skill" else "right")
+    for name, row in result["skills"].items():
+        table.add_row(name, str(row["questions"]), str(row["exact"]), f"{row['share']:.1%}")
+    console.print(table)
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
@@ -236,18 +192,18 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         rows[domain.name] = domain_figures(domain, reading)
         loads[domain.name] = reading.loads
     pairs = distances(loads)
+    held_out = held_out_questions(list_skills(domains), options.questions)
+    measured = measure_skills(forward_of(model), tokenizer, held_out, int(model.config.num_experts))
     return {
         "context": options.context,
         "stride": options.stride,
-        "completion_tokens": options.completion_tokens,
-        "seed": options.seed,
         "domains": rows,
         "routing": {
             "mean_distance": round(mean_distance(loads), 4),
             "distances": {k: [round(x, 4) for x in row] for k, row in pairs.items()},
             "idle_experts": idle_experts(loads),
         },
-        "python_completions": code_figures(model, tokenizer, options),
+        "skills": skill_figures(measured),
         "seconds": round(time.monotonic() - began, 1),
     }
 
@@ -256,7 +212,7 @@ def main() -> int:
     """Runs the evaluation command."""
     options = parse_arguments()
     result = evaluate(options)
-    write_json(options.checkpoint / "evaluation.json", result)
+    write_json(options.results or options.checkpoint / "evaluation.json", result)
     show(result)
     return 0
 
