@@ -19,6 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ def find_stale(cell: str, values: list[float]) -> list[str]:
     return stale
 
 
+@cache
 def run_command(command: str) -> list[float]:
-    """What a command prints with --json. Raises CalledProcessError."""
+    """What a command prints with --json. Several rows may have the same one. Raises CalledProcessError."""
     line = [sys.executable, *shlex.split(command)[1:], "--json"]
     printed = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return [value for text in printed.splitlines() for value in read_values([json.loads(text)])] + [
