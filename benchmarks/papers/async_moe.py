@@ -43,9 +43,9 @@ layers a token takes about a quarter of the time, and rates are four times as hi
 both, as in the paper's text. Its code runs rows that waited for 0.1 s first: "flfs with urgency".
 
 `sweep` has `--layers` of 32 layers, devices by rate and zipf shares. `--seconds` are those of the first
-number of clients with 8 layers. Others have theirs in proportion, so that each computes about as many tokens. A
-worker's process takes `event_us` for each event: a step of the barrier has two, async has two for each run of
-a layer. "limit" is what the schedule could gain at most without any other cost: the time of a layer with
+number of clients with 8 layers. Others have theirs in proportion, so that each computes about as many tokens.
+A worker's process takes `event_us` for each event: a step of the barrier has two, async has two for each run
+of a layer. "limit" is what the schedule could gain at most without any other cost: the time of a layer with
 barriers, over the larger one of 4 devices' attention and the mean of 4 devices' experts.
 
 `partial_runs` is the share of the workers' runs that computed only some of their rows. Where it is 0 no row
