@@ -51,6 +51,7 @@ from typing import Any
 
 from figures import Figure, Row, main
 
+from moesaic.core.errors import ConfigError
 from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.scenario import parse
@@ -70,6 +71,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     SERVICES: {"workers": 16, "servers": 16},
 }
+SAVINGS = {
+    "bf16": (MODEL, 0.3),
+    "experts in 8 bits": (EIGHT_BITS, 0.3),
+    "8 bits, even routing": (EIGHT_BITS, 0.0),
+    "8 bits, zipf 0.9": (EIGHT_BITS, 0.9),
+}
+"""What `saving` assumes -> the model, and the exponent of zipf."""
 SMALLEST = 12
 """GPUs of the smallest cluster of a day."""
 WAYS = ("server dies", "server vanishes", "worker dies")
@@ -221,6 +229,8 @@ def _speed(run: SimulatedCluster) -> dict[str, float]:
     """Tokens/s with all layers, and milliseconds between two tokens."""
     clients, itl = run.scenario.workload.clients, run.run().itl.mean
     assert clients is not None
+    if not itl:
+        raise ConfigError.field("--seconds", run.scenario.duration, "more, so that a request gets two tokens")
     itl *= PUBLISHED_MODELS["deepseek-v3"].moe_layers / len(run.shape.layout.layers)
     return {"tokens_per_second": round(clients / itl), "itl_ms": round(1000 * itl, 1)}
 
@@ -289,18 +299,15 @@ def beside(options: argparse.Namespace) -> Iterator[Row]:
 
 def saving(options: argparse.Namespace) -> Iterator[Row]:
     """Section 5.3: 5,120 requests on fewer GPUs than 64 that each have attention and experts."""
-    size = {"layers": options.layers, "moe_layers": options.layers}
-    bf16, eight = replace(MODEL, **size), replace(EIGHT_BITS, **size)
     most, requests = options.traffic
-    base = {"links": LINKS, "sampler_ms": 0.0}
-    skewed = {"routing": {"kind": "zipf", "exponent": 0.9}}
-    cases: list[tuple[str, dict[str, Any]]] = [
-        ("bf16", {"model": bf16}),
-        ("experts in 8 bits", {"model": eight}),
-        ("8 bits, zipf 0.9", {"model": eight, **skewed}),
-    ]
-    for what, both in cases:
-        given = base | both
+    for what in options.assume:
+        model, exponent = SAVINGS[what]
+        given: dict[str, Any] = {
+            "links": LINKS,
+            "sampler_ms": 0.0,
+            "model": replace(model, layers=options.layers, moe_layers=options.layers),
+            "routing": {"kind": "zipf", "exponent": exponent},
+        }
         first = sum(options.sizes[0])
 
         def speed(clients: int, shape: dict[str, Any], given: dict[str, Any] = given) -> dict[str, float]:
@@ -441,6 +448,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--traffic", nargs=2, type=int, default=[8192, 5120], help="of saving: requests before and now"
     )
+    parser.add_argument("--assume", nargs="+", choices=list(SAVINGS), default=list(SAVINGS), help="of saving")
     parser.add_argument("--layers", type=int, default=2, help="of saving")
     parser.add_argument(
         "--slack", type=float, default=1.1, help="of day: the objective over that at the peak"
