@@ -216,7 +216,8 @@ def _loaded(
     seats = {"max_num_seqs": each, "max_num_batched_tokens": each, "max_model_len": 2048}
     tables = {
         "warm_up": seconds / 3,
-        "workers": {"count": workers, "event_us": event_us, "sampler_ms": sampler_ms, **seats},
+        "workers": {"count": workers, "event_us": event_us, **seats}
+        | ({} if sampler_ms is None else {"sampler_ms": sampler_ms}),
         "servers": {"count": servers, **(together or {"batch_pairs": 1})},
         "workload": {"kind": "closed", "clients": requests, "prompt": 200, "answer": 768, "prefill": False},
         "placement": {},
