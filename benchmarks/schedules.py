@@ -7,6 +7,7 @@ share of partial runs. tokens/s = clients / time between tokens
 
     python benchmarks/schedules.py --jobs 2 --json > cells.jsonl
     python benchmarks/schedules.py --from cells.jsonl --plot docs/schedules.svg
+    python benchmarks/schedules.py --flat 16 64 128 --model mixtral-8x7b --load few medium saturated
 
 --plot draws the map: the fastest fixed schedule of each cell, with its distance to lockstep, and below it the
 distance of auto. A cell without results of barrier, lockstep and auto stays empty.
@@ -60,6 +61,8 @@ def devices_of(table: dict[str, Any], model: ModelSizes) -> dict[str, Any] | str
         return str(HERE / table["file"])
     if "machine" in table:
         return str(table["machine"])
+    if "flat" in table:
+        return flat_devices(table["flat"])
     read = model.expert_bytes / table["gb_per_s"] * 1e-6
     """Milliseconds to read an expert."""
     others = (
@@ -72,6 +75,15 @@ def devices_of(table: dict[str, Any], model: ModelSizes) -> dict[str, Any] | str
         "experts": {"points_ms": [[0, run], [rows, run + read]], "per_expert_ms": read},
         "link": table["link"],
     }
+
+
+def flat_devices(rows: int) -> dict[str, Any]:
+    """The devices of Asynchronous Expert Parallelism, with runs that take as long up to `rows` rows."""
+    tables = tomllib.loads((HERE / "papers" / "async_moe.toml").read_text(encoding="utf-8"))
+    for kind in ("attention", "experts"):
+        (_, low), (_, high) = tables[kind]["points_ms"]
+        tables[kind]["points_ms"] = [[rows, low], [2 * rows, high]]
+    return tables
 
 
 def seconds_of(
@@ -232,7 +244,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--from", dest="files", nargs="+", type=Path, help="results of --json, not a new run")
     parser.add_argument("--plot", type=Path, help="draw the map into this SVG file")
+    parser.add_argument("--flat", nargs="+", type=int, help="devices whose runs take as long up to N rows")
     options = parser.parse_args()
+    if options.flat:
+        CELLS["devices"] = {
+            f"flat {rows}": {"workers": 4, "servers": 4, "flat": rows} for rows in options.flat
+        }
     only = {axis: getattr(options, axis) for axis in AXES}
     if options.files:
         texts = [file.read_text(encoding="utf-8") for file in options.files]

@@ -1,11 +1,12 @@
-"""Runs the quick commands of docs/papers.md anew, and names the numbers that they no longer print.
+"""Runs the quick commands of pages anew, and names the numbers that they no longer print.
 
     python -m scripts.stale_numbers                 # those of up to 60 seconds
     python -m scripts.stale_numbers --seconds 5
 
-A row of the page ends with a command and, if it is quick, with its seconds: `python SCRIPT FIGURE` (10 s).
-Each number in the row's column "ours" has to be one that the command prints, rounded as it stands there, or
-how often it prints a word. So a number that stands there by chance is not noticed.
+A row of docs/papers.md ends with a command and, if it is quick, with its seconds: `python SCRIPT` (10 s).
+Each number in the row's column "ours" has to be one that the command prints with --json, rounded as it stands
+there, or how often it prints a word. So a number that stands there by chance is not noticed. Rows of other
+tables count too if they end like this: then all numbers between their first and last cell are checked.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "papers.md"
+PAGES = PAGE, ROOT / "docs" / "planning.md"
 COMMAND = re.compile(r"`((?:python|moesaic) [^`]+)`(?: \((\d+) s\))?")
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")
 COLUMNS = 6
@@ -44,17 +47,20 @@ class PageRow:
 
 
 def read_rows(page: str) -> Iterator[PageRow]:
-    """The rows of all tables with six columns."""
+    """The rows of all tables with six columns, and those of others that end with a quick command."""
     paper = ""
     for line in page.splitlines():
         if line.startswith("## "):
             paper = line.removeprefix("## ")
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if not line.startswith("| ") or len(cells) != COLUMNS or cells[0] == "what":
+        if not line.startswith("| ") or cells[0] == "what":
             continue
-        given = COMMAND.search(cells[5])
+        given = COMMAND.search(cells[-1])
         seconds = None if given is None or given[2] is None else int(given[2])
-        yield PageRow(paper, cells[0], cells[2], given and given[1], seconds)
+        if len(cells) == COLUMNS:
+            yield PageRow(paper, cells[0], cells[2], given and given[1], seconds)
+        elif given is not None and seconds is not None:
+            yield PageRow(paper, cells[0], " ".join(cells[1:-1]), given[1], seconds)
 
 
 def read_values(printed: Any) -> Iterator[float]:
@@ -84,13 +90,14 @@ def find_stale(cell: str, values: list[float]) -> list[str]:
     return stale
 
 
+@cache
 def run_command(command: str) -> list[float]:
-    """What a command prints with --json. Raises CalledProcessError."""
-    line = [sys.executable, *shlex.split(command)[1:], "--json"]
+    """What a command prints with --json. Several rows may have the same one. Raises CalledProcessError."""
+    program, *words = shlex.split(command)
+    line = [sys.executable, *(["-m", "moesaic"] if program == "moesaic" else []), *words, "--json"]
     printed = subprocess.run(line, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [value for text in printed.splitlines() for value in read_values([json.loads(text)])] + [
-        *read_values([json.loads(text) for text in printed.splitlines()])
-    ]
+    rows = [json.loads(text) for text in printed.splitlines()]
+    return [value for row in rows for value in read_values([row])] + [*read_values(rows)]
 
 
 def main() -> None:
@@ -101,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="run commands of up to so many seconds")
     limit = parser.parse_args().seconds
     num_stale = 0
-    for row in read_rows(PAGE.read_text(encoding="utf-8")):
+    for row in (row for page in PAGES for row in read_rows(page.read_text(encoding="utf-8"))):
         if row.command is None or row.seconds is None or row.seconds > limit:
             continue
         stale = find_stale(row.ours, run_command(row.command))

@@ -79,3 +79,9 @@ def test_a_row_ends_with_a_command_and_perhaps_its_seconds() -> None:
     assert (first.paper, first.subjects, first.ours, first.seconds) == ("P", "figure 1", "3", 4)
     assert first.command == 'python a.py b --c "d e"'
     assert (second.command, second.seconds) == (None, None)
+
+
+def test_tables_of_other_pages_count_if_their_rows_end_with_a_quick_command() -> None:
+    lines = "## One", "| a | b | command |", "| x | 12 | `moesaic plan demo` (3 s) |", "| y | 13 | `make` |"
+    (row,) = read_rows("\n".join(lines))
+    assert (row.subjects, row.ours, row.command, row.seconds) == ("x", "12", "moesaic plan demo", 3)

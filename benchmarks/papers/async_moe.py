@@ -42,10 +42,11 @@ tokens/s that defrag reaches with 8192 clients: so requests end in the simulated
 layers a token takes about a quarter of the time, and rates are four times as high. Queues have no urgency in
 both, as in the paper's text. Its code runs rows that waited for 0.1 s first: "flfs with urgency".
 
-`sweep` has 8 of 32 layers, devices by rate and zipf shares. A worker's process takes `event_us` for each
-event: a step of the barrier has two, async has two for each run of a layer. "limit" is what the schedule
-could gain at most without any other cost: the time of a layer with barriers, over the larger one of 4
-devices' attention and the mean of 4 devices' experts.
+`sweep` has `--layers` of 32 layers, devices by rate and zipf shares. `--seconds` are those of the first
+number of clients with 8 layers. Others have theirs in proportion, so that each computes about as many tokens.
+A worker's process takes `event_us` for each event: a step of the barrier has two, async has two for each run
+of a layer. "limit" is what the schedule could gain at most without any other cost: the time of a layer with
+barriers, over the larger one of 4 devices' attention and the mean of 4 devices' experts.
 
 `partial_runs` is the share of the workers' runs that computed only some of their rows. Where it is 0 no row
 went on without the others, and what differs from the barrier is that workers do not wait for each other.
@@ -119,7 +120,7 @@ workers = {1}
 servers = {1}
 """
 """Two hosts of table 2: NVSwitch inside, 4 x 100 Gbit/s between them. Assumed: latencies."""
-LAYERS = {"policies": 8, "arrivals": 4, "sweep": 8}
+LAYERS = {"policies": 8, "arrivals": 4}
 """Simulated layers of 32."""
 MANY = 8192
 """Clients with whose throughput `arrivals` begins."""
@@ -249,21 +250,23 @@ def _seconds(devices: str, kind: str, rows: float) -> float:
     if not rows:
         return 0.0
     (first, low), (last, high) = tables(devices)[kind]["points_ms"]
-    return 1e-3 * max(low, low + (rows - first) * (high - low) / (last - first))
+    return float(1e-3 * max(low, low + (rows - first) * (high - low) / (last - first)))
 
 
 def sweep(options: argparse.Namespace) -> Iterator[Row]:
     """The gain by skew, rows and cost of an event."""
     for exponent, clients, event_us in product(options.zipf, options.clients, options.event_us):
         routing = {"kind": "zipf", "exponent": exponent}
+        seconds = options.seconds * max(1.0, clients / options.clients[0]) * options.layers / 8
+        given = argparse.Namespace(**{**vars(options), "seconds": seconds})
         base = None
         for system in (SHARED, "lockstep, split", "async, split", "async, as served"):
             found = cluster(
                 "by rate",
                 system,
-                options,
+                given,
                 clients=clients,
-                layers=LAYERS["sweep"],
+                layers=options.layers,
                 routing=routing,
                 event_us=event_us,
             ).run()
@@ -518,6 +521,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="of policies")
     parser.add_argument("--event-us", nargs="+", type=float, default=[0.0], help="of policies and sweep")
+    parser.add_argument("--layers", type=int, default=8, help="of sweep")
     parser.add_argument("--zipf", nargs="+", type=float, default=list(ZIPF), help="of sweep")
 
 

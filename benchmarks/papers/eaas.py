@@ -8,9 +8,13 @@ Paper (section 5): DeepSeek R1 on H800 GPUs, decoding only, as many clients (att
     kill   figure 10: ten of 64 GPUs are disabled one at a time, with experts on other servers too. The
            decoding throughput falls by less than 2 %.
     load   figures 8b and 9b: throughput and latency by requests, 16 + 16 GPUs beside 32 that each have
-           attention and experts (SGLang with DeepEP). The text states no numbers.
+           attention and experts, and wait for each other in each layer (SGLang with DeepEP). The text
+           states no numbers.
     beside the same at the last number of requests, by what is assumed of both
-    saving section 5.3: 5120 requests on 64, 48 and 40 GPUs
+    saving section 5.3: 5120 requests on 64, 48 and 40 GPUs, beside 64 that have both, and beside 64 with
+           8192 requests. It has 2 layers and no sampler. "of_shared" is throughput over that of devices
+           that have both, "host_ms" what those would have to lose in a token to be as slow, and
+           "of_full_itl" the time between tokens over that with 8192 requests
     day    the GPU-hours of a day's load, if GPUs come and go two at a time, beside a fixed number
     ablate figure 13, 4096 requests on 64 GPUs: without double batching throughput falls by 25.9 %, without
            CUDA graphs by 91.9 %, without compact groups by 14.9 %. Expert load balancing (EPLB) gives 2.4
@@ -47,6 +51,7 @@ from typing import Any
 
 from figures import Figure, Row, main
 
+from moesaic.core.errors import ConfigError
 from moesaic.cost.sizes import PUBLISHED_MODELS, ModelSizes
 from moesaic.planning.sim.cluster import SimulatedCluster
 from moesaic.planning.sim.scenario import parse
@@ -62,10 +67,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "workers": 32,
         "servers": 32,
         "together": {"beside_workers": True},
-        "schedule": {"kind": "lockstep", "combine": "partial"},
+        "schedule": {"kind": "barrier", "combine": "partial"},
     },
     SERVICES: {"workers": 16, "servers": 16},
 }
+SAVINGS = {
+    "bf16": (MODEL, 0.3),
+    "experts in 8 bits": (EIGHT_BITS, 0.3),
+    "8 bits, even routing": (EIGHT_BITS, 0.0),
+    "8 bits, zipf 0.9": (EIGHT_BITS, 0.9),
+}
+"""What `saving` assumes -> the model, and the exponent of zipf."""
 SMALLEST = 12
 """GPUs of the smallest cluster of a day."""
 WAYS = ("server dies", "server vanishes", "worker dies")
@@ -196,6 +208,7 @@ def _loaded(
     together: dict[str, Any] | None = None,
     event_us: float = 0.0,
     model: ModelSizes = MODEL,
+    sampler_ms: float | None = None,
     **more: Any,
 ) -> SimulatedCluster:
     """A cluster with this number of requests, which has run."""
@@ -203,7 +216,8 @@ def _loaded(
     seats = {"max_num_seqs": each, "max_num_batched_tokens": each, "max_model_len": 2048}
     tables = {
         "warm_up": seconds / 3,
-        "workers": {"count": workers, "event_us": event_us, **seats},
+        "workers": {"count": workers, "event_us": event_us, **seats}
+        | ({} if sampler_ms is None else {"sampler_ms": sampler_ms}),
         "servers": {"count": servers, **(together or {"batch_pairs": 1})},
         "workload": {"kind": "closed", "clients": requests, "prompt": 200, "answer": 768, "prefill": False},
         "placement": {},
@@ -216,7 +230,9 @@ def _speed(run: SimulatedCluster) -> dict[str, float]:
     """Tokens/s with all layers, and milliseconds between two tokens."""
     clients, itl = run.scenario.workload.clients, run.run().itl.mean
     assert clients is not None
-    itl *= PUBLISHED_MODELS["deepseek-v3"].moe_layers / LAYERS
+    if not itl:
+        raise ConfigError.field("--seconds", run.scenario.duration, "more, so that a request gets two tokens")
+    itl *= PUBLISHED_MODELS["deepseek-v3"].moe_layers / len(run.shape.layout.layers)
     return {"tokens_per_second": round(clients / itl), "itl_ms": round(1000 * itl, 1)}
 
 
@@ -237,7 +253,7 @@ def ablate(options: argparse.Namespace) -> Iterator[Row]:
 
     one = {"kind": "lockstep", "inflight_batches": 1, "combine": "partial"}
     for latency in (10, 50, 100, 200, 400):
-        given = {"links": {**LINKS, "latency_us": float(latency)}}
+        given: dict[str, Any] = {"links": {**LINKS, "latency_us": float(latency)}}
         found = change(given, schedule=one)
         yield line("without double batching", "-0.259", f"{latency} us one way", found)
     for exponent, copies in product((0.3, 0.6, 0.9), (16, 32)):
@@ -255,11 +271,13 @@ def beside(options: argparse.Namespace) -> Iterator[Row]:
     """What decides figure 8b: services beside shared devices, at one number of requests."""
     requests = options.requests[-1]
     base = {"links": LINKS, "model": MODEL, "event_us": 0.0}
-    barrier = {"schedule": {"kind": "barrier", "combine": "partial"}}
+    lockstep = {"schedule": {"kind": "lockstep", "combine": "partial"}}
+    eight = {"model": EIGHT_BITS}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         ("as in load", {}, {}),
-        ("experts in 8 bits", {"model": EIGHT_BITS}, {"model": EIGHT_BITS}),
-        ("shared devices wait for all", {}, barrier),
+        ("experts in 8 bits", eight, eight),
+        ("shared devices wait for some runs only", {}, lockstep),
+        ("the same, experts in 8 bits", eight, eight | lockstep),
         *(
             (f"shared devices' host takes {us:g} us an event", {}, {"event_us": us})
             for us in (500.0, 1000.0, 2000.0, 4000.0)
@@ -281,20 +299,51 @@ def beside(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def saving(options: argparse.Namespace) -> Iterator[Row]:
-    """Section 5.3: 5,120 requests on fewer GPUs than 64."""
-    for what, model, event_us in (
-        ("bf16", MODEL, 0.0),
-        ("experts in 8 bits", EIGHT_BITS, 0.0),
-        *((f"a host takes {us:g} us an event", EIGHT_BITS, us) for us in (1000.0, 4000.0)),
-    ):
-        full = None
-        for gpus in options.sizes:
-            more: dict[str, Any] = {"model": model, "event_us": event_us}
-            speed = _speed(_loaded(5120, options.seconds, gpus // 2, gpus // 2, **more))
-            full = full or speed["tokens_per_second"]
-            row = {"assumed": what, "requests": 5120, "gpus": gpus, **speed}
-            ratio = round(speed["tokens_per_second"] / full, 3)
-            yield row | {"of_first": ratio, "stated": 1.0 if gpus < options.sizes[0] else None}
+    """Section 5.3: 5,120 requests on fewer GPUs than 64 that each have attention and experts."""
+    most, requests = options.traffic
+    for what in options.assume:
+        model, exponent = SAVINGS[what]
+        given: dict[str, Any] = {
+            "links": LINKS,
+            "sampler_ms": 0.0,
+            "model": replace(model, layers=options.layers, moe_layers=options.layers),
+            "routing": {"kind": "zipf", "exponent": exponent},
+        }
+        first = sum(options.sizes[0])
+
+        def speed(clients: int, shape: dict[str, Any], given: dict[str, Any] = given) -> dict[str, float]:
+            return _speed(_loaded(clients, options.seconds, **(given | shape)))
+
+        shared = speed(requests, {**SHAPES[SHARED], "workers": first, "servers": first})
+        row: Row = {"assumed": what, "requests": requests}
+        yield row | {"system": f"shared devices, {first}", **shared, "of_shared": 1.0}
+        full = speed(most, dict(zip(("workers", "servers"), options.sizes[0], strict=True)))
+        yield {
+            "assumed": what,
+            "requests": most,
+            "system": _named(options.sizes[0]),
+            **full,
+            "of_full_itl": 1.0,
+        }
+        for split in options.sizes:
+            found = speed(requests, dict(zip(("workers", "servers"), split, strict=True)))
+            yield row | {
+                "system": _named(split),
+                **found,
+                "of_shared": round(found["tokens_per_second"] / shared["tokens_per_second"], 2),
+                "host_ms": round(found["itl_ms"] - shared["itl_ms"], 1),
+                "of_full_itl": round(found["itl_ms"] / full["itl_ms"], 2),
+            }
+
+
+def _named(split: tuple[int, int]) -> str:
+    return f"services, {split[0]} + {split[1]}"
+
+
+def _split(text: str) -> tuple[int, int]:
+    """GPUs of clients and of servers: "20+20" -> (20, 20). Raises ValueError."""
+    clients, servers = text.split("+")
+    return int(clients), int(servers)
 
 
 def day(options: argparse.Namespace) -> Iterator[Row]:
@@ -393,7 +442,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--requests", nargs="+", type=int, default=[256, 512, 1024, 2048, 4096], help="of load"
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 48, 40], help="of saving, in GPUs")
+    sizes = [(32, 32), (24, 24), (20, 20), (14, 26)]
+    parser.add_argument(
+        "--sizes", nargs="+", type=_split, default=sizes, help="of saving: GPUs of clients + servers"
+    )
+    parser.add_argument(
+        "--traffic", nargs=2, type=int, default=[8192, 5120], help="of saving: requests before and now"
+    )
+    parser.add_argument("--assume", nargs="+", choices=list(SAVINGS), default=list(SAVINGS), help="of saving")
+    parser.add_argument("--layers", type=int, default=2, help="of saving")
     parser.add_argument(
         "--slack", type=float, default=1.1, help="of day: the objective over that at the peak"
     )
