@@ -34,7 +34,7 @@ from tests.support.cluster_driver import Answer, Cluster, cluster
 
 RANKS: dict[str, Any] = {"expert_servers": 0, "data_parallel_size": 2, "enable_expert_parallel": True}
 COUNT, TOKENS = 8, 24
-UNANSWERED_SECONDS = 0.05
+UNANSWERED_SECONDS, REPLICA_TIMEOUT = 0.05, 10.0
 """A server that is frozen so long gets calls, but is not late. So it has some when it is killed."""
 BRIEF = annealing.AnnealingSearch(steps=1_000, brief=500)
 """Bits don't depend on how good a placement is."""
@@ -146,7 +146,7 @@ def test_with_two_copies_beside_a_file_no_request_waits_for_a_dead_server(
     alone: Alone, tmp_path: Path
 ) -> None:
     file = write(tmp_path, alone.profile, shuffled(alone.profile, 0))
-    with cluster(placement=file, min_replicas=2, **RANKS) as served:
+    with cluster(placement=file, min_replicas=2, replica_timeout=REPLICA_TIMEOUT, **RANKS) as served:
         served.until(lambda: connected(served))
         killed: list[int] = []
 

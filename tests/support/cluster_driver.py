@@ -176,6 +176,7 @@ def cluster(
     inflight_batches: int = 1,
     combine: str = "exact",
     relay: str = "auto",
+    replica_timeout: float | None = None,
     kv_cache_memory: str = "32MiB",
     kv_cache_dtype: str = "auto",
     enable_prefix_caching: bool = True,
@@ -207,6 +208,7 @@ def cluster(
             queue_policy=queue_policy,  # type: ignore[arg-type]
             combine=combine,  # type: ignore[arg-type]
             relay=relay,  # type: ignore[arg-type]
+            replica_timeout=replica_timeout,
             speculative_config=speculative_config,
         ),
         queues=queues,
