@@ -61,6 +61,16 @@ def test_one_worker_and_one_server_take_the_sum_of_their_parts(schedule: dict[st
     assert gaps == pytest.approx([token] * len(gaps), rel=1e-9)
 
 
+def test_a_server_that_is_heard_late_waits_for_no_call_that_does_not_come() -> None:
+    """The first step begins while workers still connect, and most calls of it have no pairs."""
+    many = {"workers": {"count": 8}, "servers": {"count": 8, "beside_workers": True}, "duration": 0.9}
+    work = {"kind": "closed", "clients": 8, "prompt": 1, "answer": 12}
+    found = cluster(**many, schedule={"kind": "barrier"}, workload=work)
+    found.run()
+    starts = [one[0] for one in times(found) if one]
+    assert starts and min(starts) < 0.3
+
+
 def test_the_sampler_has_its_own_time() -> None:
     found = cluster(**ALONE | {"workers": {"count": 1, "sampler_ms": 0.0}})
     found.run()

@@ -6,7 +6,7 @@ Who is asked, and when a server counts as gone, decides `policy.fleet.replicas`,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +96,7 @@ class SimulatedExperts:
         self._open[submission.number] = submission
         self._send(submission, np.arange(len(experts)))
         if self._every_server:
-            self._send_empty(submission)
+            self._send_empty(submission, sorted(self._connections.keys() & self._entries.keys()))
         if not submission.missing:
             del self._open[submission.number]
         return submission.number
@@ -233,6 +233,10 @@ class SimulatedExperts:
             return
         self._connections[server] = connection
         self.replicas.add_server(server)
+        if self._every_server:  # it waits for this worker in the layers that are under way, too
+            self._retry()
+            for submission in list(self._open.values()):
+                self._send_empty(submission, (server,))
 
     def on_answer(self, connection: Connection, number: int, pairs: IntArray) -> None:
         """A server has answered these of the call's pairs: indices [r]."""
@@ -285,10 +289,10 @@ class SimulatedExperts:
         if submission.unsent_pairs and submission not in self._stuck_submissions:
             self._stuck_submissions.append(submission)
 
-    def _send_empty(self, submission: Submission) -> None:
-        """Call every server that has no pairs of this submission, too."""
+    def _send_empty(self, submission: Submission, servers: Iterable[int]) -> None:
+        """Call those of these servers that have no pairs of this submission, too."""
         no_pairs = np.zeros(0, dtype=np.int64)
-        for server in sorted(self._connections.keys() & self._entries.keys()):
+        for server in servers:
             if not any(call.submission is submission for call in self._connections[server].calls.values()):
                 submission.missing, submission.is_reported_whole = submission.missing + 1, True
                 self._post(submission, Share(server, no_pairs, no_pairs, 0))
