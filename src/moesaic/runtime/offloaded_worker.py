@@ -343,7 +343,7 @@ class PassParts:
     caches: Caches
     splitting: Splitting | None = None
     hot: HotExperts | None = None
-    """Counts choices, to decide which experts stay. None: always the same stay."""
+    """Counts choices, to decide which experts stay. None: those of earlier runs are not known."""
 
 
 def build_passes(
