@@ -5,8 +5,7 @@
 It needs no network, no weights and none of the machines. `published_runs.toml` has the runs, and the rule by
 which they were taken. Each machine becomes a `DataSheet`, on which the planner prices the model, as `moesaic
 doctor` does: decode for one request, and prefill of its prompt. Figures are tokens/s, and a ratio is the
-predicted one over the measured one. *First* is the prediction by the rules before any
-comparison.
+predicted figure over the measured one. *First* is the prediction by the rules before any comparison.
 
 --held-out chooses two numbers of the rules for each machine by the runs on all other machines. If its errors
 are larger, then the rules were fitted to these runs. --write puts the tables into docs/published-runs.md.
@@ -111,7 +110,7 @@ def load() -> dict[str, Any]:
 def pairs(rules: Rules | None = None) -> list[Pair]:
     """Every run's predictions, decode before prefill. rules: those of data sheets. None: today's."""
     data = load()
-    machines = {one["id"]: one for one in data["machine"]}
+    machines = {machine["id"]: machine for machine in data["machine"]}
     rules = rules or Rules()
     return [
         _compare(run, machines[run["machine"]], data["config"], what, rules)
@@ -125,8 +124,8 @@ def _compare(run: Table, machine: Table, configs: Table, what: str, rules: Rules
     sheet, model = sheet_of(run, machine), sizes_of(run, configs)
     predict = predict_decode if what == "decode" else predict_prefill
     first, predicted = (
-        predict(run, model, predict_machine(sheet, run["type"] not in PLAIN, one))
-        for one in (FIRST_RULES, rules)
+        predict(run, model, predict_machine(sheet, run["type"] not in PLAIN, each_rules))
+        for each_rules in (FIRST_RULES, rules)
     )
     return Pair(
         source=run["source"],
@@ -200,9 +199,9 @@ def predict_decode(run: Table, model: ModelSizes, hardware: Hardware) -> float:
     if "disk" in run:
         limits = SearchLimits(("on-demand",), largest_batch=1, requests=1, tolerance=NEAR_SHARE)
         job = Job(1, run.get("context", 64), GENERATE, run.get("context", 64) + GENERATE)
-        found = JobSearch(model, hardware, job, CACHE_NUMBER, limits).find_policy(int(hardware.fast.room))
-        assert found is not None, f"{run['model']} does not fit into the memory that its engine took"
-        return found[1].decode_throughput
+        result = JobSearch(model, hardware, job, CACHE_NUMBER, limits).find_policy(int(hardware.fast.room))
+        assert result is not None, f"{run['model']} does not fit into the memory that its engine took"
+        return result[1].decode_throughput
     prompt = max(1, run.get("context", GENERATE // 2) - GENERATE // 2)
     return _in_memory(model, hardware, prompt).decode_throughput
 
@@ -226,47 +225,47 @@ def _in_memory(model: ModelSizes, hardware: Hardware, prompt: int) -> Price:
 
 def held_out() -> list[Pair]:
     """Decode from memory, each machine by the two numbers of the rules that suit all other machines best."""
-    tried = [[pair for pair in pairs(rules) if _is_decode(pair)] for rules in GRID]
-    found = []
-    for cpu in sorted({pair.cpu for pair in tried[0]}):
-        others = [[pair for pair in one if pair.cpu != cpu] for one in tried]
+    pairs_by_rules = [[pair for pair in pairs(rules) if _is_decode(pair)] for rules in GRID]
+    held_out_pairs = []
+    for cpu in sorted({pair.cpu for pair in pairs_by_rules[0]}):
+        others = [[pair for pair in group if pair.cpu != cpu] for group in pairs_by_rules]
         best = min(range(len(GRID)), key=lambda number: summary(others[number])["median_error"])
-        found += [pair for pair in tried[best] if pair.cpu == cpu]
-    return found
+        held_out_pairs += [pair for pair in pairs_by_rules[best] if pair.cpu == cpu]
+    return held_out_pairs
 
 
 def _is_decode(pair: Pair) -> bool:
     return pair.what == "decode" and pair.disk is None
 
 
-def summary(found: Sequence[Pair], first: bool = False) -> dict[str, float]:
-    """Median error, and the share of pairs within 30 %. An error of 2x and one of 0.5x count alike.
+def summary(group: Sequence[Pair], first: bool = False) -> dict[str, float]:
+    """Median error, where 2x and 0.5x count alike, and the share of pairs with ratios from 0.7 to 1.3.
 
     first: of the first predictions.
     """
-    ratios = [(pair.first if first else pair.predicted) / pair.measured for pair in found]
+    ratios = [(pair.first if first else pair.predicted) / pair.measured for pair in group]
     within = statistics.mean(0.7 <= ratio <= 1.3 for ratio in ratios)
     median = statistics.median(max(ratio, 1 / ratio) - 1 for ratio in ratios)
     return {"pairs": len(ratios), "median_error": median, "within_30": within}
 
 
-def groups(found: Sequence[Pair]) -> dict[str, list[Pair]]:
+def groups(all_pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
     """The groups whose errors are printed."""
-    decode = [pair for pair in found if _is_decode(pair)]
+    decode = [pair for pair in all_pairs if _is_decode(pair)]
     return {
         "decode from memory": decode,
         "of these, with the memory's speed in the source": [pair for pair in decode if pair.stated],
         "of these, with its speed by the data sheet": [pair for pair in decode if not pair.stated],
-        "prefill": [pair for pair in found if pair.what == "prefill"],
-        "decode with experts from a disk": [pair for pair in found if pair.disk is not None],
+        "prefill": [pair for pair in all_pairs if pair.what == "prefill"],
+        "decode with experts from a disk": [pair for pair in all_pairs if pair.disk is not None],
     }
 
 
-def table(found: Sequence[Pair]) -> Iterator[str]:
+def table(all_pairs: Sequence[Pair]) -> Iterator[str]:
     """The pairs as a table of Markdown."""
     yield "| CPU | memory, MT/s | threads | model | file | engine | | first | predicted | measured | ratio |"
     yield "|---|---|---:|---|---|---|---|---:|---:|---:|---:|"
-    for pair in found:
+    for pair in all_pairs:
         memory = pair.memory if pair.stated else f"*{pair.memory}*"
         memory += f", disk {pair.disk:g} GB/s" if pair.disk is not None else ""
         cells = [pair.cpu, memory, str(pair.threads), pair.model, pair.type]
@@ -279,21 +278,25 @@ def table(found: Sequence[Pair]) -> Iterator[str]:
         yield f"| {' | '.join((*cells, f'{pair.measured:g}', f'{pair.ratio:.2f}'))} |"
 
 
-def errors(found: Sequence[Pair]) -> Iterator[str]:
+def errors(all_pairs: Sequence[Pair]) -> Iterator[str]:
     """The errors of the groups as a table of Markdown."""
     yield "| pairs | number | first: median error | within 30 % | now: median error | within 30 % |"
     yield "|---|---:|---:|---:|---:|---:|"
-    for name, group in groups(found).items():
-        cells = [f"{one[key]:.0%}" for one in (summary(group, True), summary(group)) for key in KEYS]
+    for name, group in groups(all_pairs).items():
+        cells = [
+            f"{summary_of_rules[key]:.0%}"
+            for summary_of_rules in (summary(group, True), summary(group))
+            for key in KEYS
+        ]
         yield f"| {name} | {len(group)} | {' | '.join(cells)} |"
 
 
 def replaced(page: str) -> str:
     """The page with the tables of today: errors, then pairs."""
-    found = pairs()
+    all_pairs = pairs()
     before, rest = page.split(BEGIN, 1)
     _, after = rest.split(END, 1)
-    tables = "\n".join((*errors(found), "", *table(found)))
+    tables = "\n".join((*errors(all_pairs), "", *table(all_pairs)))
     return f"{before}{BEGIN}\n{tables}\n{END}{after}"
 
 
@@ -307,17 +310,18 @@ def main() -> None:
     if options.write:
         PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return
-    found = pairs()
-    report = {name: summary(one) for name, one in groups(found).items()}
+    all_pairs = pairs()
+    report = {name: summary(group) for name, group in groups(all_pairs).items()}
     if options.held_out:
         report["held out"] = summary(held_out())
     if options.json:
-        print(json.dumps({"pairs": [asdict(pair) | {"ratio": pair.ratio} for pair in found], **report}))
+        print(json.dumps({"pairs": [asdict(pair) | {"ratio": pair.ratio} for pair in all_pairs], **report}))
         return
-    print("\n".join((*table(found), "", *errors(found))))
+    print("\n".join((*table(all_pairs), "", *errors(all_pairs))))
     if options.held_out:
-        one = report["held out"]
-        print(f"\nheld out: median error {one['median_error']:.0%}, {one['within_30']:.0%} within 30 %")
+        errors_held_out = report["held out"]
+        error, within = errors_held_out["median_error"], errors_held_out["within_30"]
+        print(f"\nheld out: median error {error:.0%}, {within:.0%} within 30 %")
 
 
 if __name__ == "__main__":
