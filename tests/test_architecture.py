@@ -480,6 +480,7 @@ LATE_IMPORTS = {
     "commands.bench": "only the engine in this process needs torch, which takes seconds to import",
     "commands.plan": "only --hardware this needs torch, which takes seconds to import",
     "commands.place": "only --model needs torch, which takes seconds to import",
+    "commands.place_formats": "only a .pt file needs torch",
     "commands.groups": "as in cli",
     "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
     "commands.settings": "only --config needs PyYAML",

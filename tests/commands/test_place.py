@@ -11,10 +11,11 @@ from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
+import torch
 
 from moesaic.commands import cli
 from moesaic.commands.options import Place, SolverName
-from moesaic.commands.place import save
+from moesaic.commands.place_formats import save
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import NO_TOPIC, Profile, Routes
@@ -293,8 +294,74 @@ def test_both_files_or_neither(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ConfigError, match="No space left on device"):
-        save(replace(placement, version=1), replace(tables, model="other"), path)
+        save(replace(placement, version=1), replace(tables, model="other"), path, "moesaic", 4)
     assert {one: one.read_bytes() for one in tmp_path.iterdir()} == before
+
+
+def test_sglangs_map_and_back(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The map has a row for each layer of the model, and measured again it has the placement's figures."""
+    words = (file, "--ranks", 4, "--solver", "kmeans", "--redundant-experts", 4)
+    answer(capsys, *words, "-o", tmp_path / "own.json")
+    made = answer(capsys, *words, "-o", tmp_path / "sglang.json", "--format", "sglang")
+    assert made["written"]["tables"] is None
+    data = json.loads((tmp_path / "sglang.json").read_text())
+    assert list(data) == ["physical_to_logical_map"], "SGLang passes on every field as an argument"
+    rows = data["physical_to_logical_map"]
+    assert np.array(rows).shape == (max(LAYERS) + 1, E + 4)
+    assert rows[0] == rows[3] == [*range(E), 0, 1, 2, 3], "these layers have no routed experts"
+    own = Placement.read(str(tmp_path / "own.json"), 4)
+    for layer, by_server in own.experts_by_layer.items():
+        assert rows[layer] == [expert for rank in range(4) for expert in by_server[rank]]
+    assert not (tmp_path / "sglang.tables.npz").exists()
+    levels = []
+    for name in ("own.json", "sglang.json"):
+        found = answer(capsys, *words, "--compare", "--from", tmp_path / name)["solvers"][0]
+        assert found["solver"] == f"from {name}"
+        levels.append((found["token_level"], found["request_level"]))
+    assert levels[0] == levels[1]
+
+
+def test_a_map_as_torch_saves_it(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = torch.arange(E).repeat(max(LAYERS) + 1, 1)
+    torch.save({"physical_to_logical_map": rows}, tmp_path / "map.pt")
+    found = answer(capsys, file, "--ranks", 4, "--compare", "--from", tmp_path / "map.pt")["solvers"]
+    by_name = {trial["solver"]: trial for trial in found}
+    assert by_name["from map.pt"]["token_level"] == by_name["vanilla"]["token_level"]
+
+
+def test_the_command_for_sglang(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["place", str(file), "--ranks", "4", "--redundant-experts", "4", "--format", "sglang", "-o"]
+    assert cli.main([*words, str(tmp_path / "map.json")]) == 0
+    flags = f"--ep-size 4 --init-expert-location {tmp_path}/map.json --ep-num-redundant-experts 4"
+    assert flags in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "got 'list'; allowed: a placement, or SGLang's physical_to_logical_map"),
+        ('{"logical_count": []}', "got ['logical_count']"),
+        ("{", "map.json: not JSON"),
+        ('{"physical_to_logical_map": 3}', "got 'int'; allowed: a list with a row for each layer up to 4"),
+        ('{"physical_to_logical_map": [[0], [1]]}', "got '2 rows'"),
+        (json.dumps({"physical_to_logical_map": [[*range(7)]] * 5}), "layer 1: got '7 experts'"),
+        (json.dumps({"physical_to_logical_map": [[*range(7), 8]] * 5}), "got 8; allowed: experts 0 to 7"),
+        (json.dumps({"physical_to_logical_map": [[0] * 8] * 5}), "layer 1: got 'no expert 1'"),
+    ],
+)
+def test_a_map_that_cannot_be_measured(
+    text: str, said: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "map.json").write_text(text)
+    assert said in refused(capsys, file, "--ranks", 4, "--compare", "--from", tmp_path / "map.json")
+
+
+def test_ranks_that_sglang_cannot_have(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (file, "--ranks", 3, "--solver", "vanilla", "--format", "sglang", "-o", tmp_path / "map.json")
+    assert "--format: got 'sglang'; allowed: experts, and redundant ones" in refused(capsys, *words)
+    assert not (tmp_path / "map.json").exists()
 
 
 @pytest.mark.slow

@@ -119,6 +119,13 @@ class Place:
     vanilla gives each rank consecutive experts. None: ours; with --compare no placement is written."""
     output_file: Path | None = None
     """File for the placement (.json). Its tables of tokens are written next to it (.tables.npz)."""
+    format: Literal["moesaic", "sglang"] = "moesaic"
+    """Form of the written file. moesaic: for --placement of moesaic serve. sglang: for SGLang's
+    --init-expert-location, without tables; --ranks is then its --ep-size, and --redundant-experts its
+    --ep-num-redundant-experts."""
+    engine_map: Annotated[Path | None, Parameter(name="--from")] = None
+    """Placement that is measured too: what another engine uses (SGLang's physical_to_logical_map as .json or
+    .pt), or a placement of moesaic."""
     redundant_experts: int = 0
     """Number of additional expert copies in each layer, placed where they are needed most."""
     topology: Path | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -12,15 +12,22 @@ from rich.console import Console
 
 from moesaic.commands import activation_picture, place_by_load
 from moesaic.commands.options import TABLES, Place
+from moesaic.commands.place_formats import clusters_of, read_engine_map, save
 from moesaic.commands.place_links import LinkReport
-from moesaic.commands.place_report import Report, Trial, WrittenPlacement, as_json, as_text
+from moesaic.commands.place_report import (
+    Report,
+    Trial,
+    WrittenPlacement,
+    WrittenTables,
+    as_json,
+    as_text,
+)
 from moesaic.commands.progress import Show, progress
 from moesaic.commands.writable import require_writable
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile, Routes
-from moesaic.core.tables import Tables
 from moesaic.core.topology import Topology
 from moesaic.core.topology import read as read_topology
 from moesaic.policy.placement import holdout, redundancy
@@ -88,6 +95,11 @@ class _SolverRunner:
             placement = redundancy.place(profile, clusters, copies, prices=self.rank_prices)
         return _Solution(clusters, placement, self.clock() - start, blind)
 
+    def read(self, engine_map: Path, profile: Profile) -> _Solution:
+        """The placement of a file, with tokens on the ranks that fit it. Links do not change it."""
+        placement = read_engine_map(engine_map, profile, self.options.ranks)
+        return _Solution(clusters_of(profile, placement, self.options.ranks), placement, 0.0, placement)
+
     def measure_links(
         self, learned_profile: Profile, solution: _Solution, held_out_routes: Routes
     ) -> LinkReport | None:
@@ -142,6 +154,16 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
     learned_profile, held_out_routes = holdout.split(profile, options.share, options.seed)
     trials: list[Trial] = []
     skip_notes: list[str] = []
+
+    def measure(name: str, solution: _Solution) -> None:
+        measurement = holdout.measure_placement(
+            learned_profile, solution.clusters, solution.placement, held_out_routes, runner.rank_prices
+        )
+        links = runner.measure_links(learned_profile, solution, held_out_routes)
+        trials.append(Trial(name, solution.seconds, measurement, solution.clusters.notes, links))
+
+    if options.engine_map is not None:
+        measure(f"from {options.engine_map.name}", runner.read(options.engine_map, learned_profile))
     for name in options.solvers_to_measure:
         try:
             solution = runner.solve(name, learned_profile, name)
@@ -150,11 +172,7 @@ def place(profile: Profile, options: Place, runner: _SolverRunner) -> Report:
                 raise
             skip_notes.append(f"metis was skipped: {error}")
             continue
-        measurement = holdout.measure_placement(
-            learned_profile, solution.clusters, solution.placement, held_out_routes, runner.rank_prices
-        )
-        links = runner.measure_links(learned_profile, solution, held_out_routes)
-        trials.append(Trial(name, solution.seconds, measurement, solution.clusters.notes, links))
+        measure(name, solution)
     return Report(
         options=options,
         profile=profile,
@@ -173,16 +191,15 @@ def _write(profile: Profile, options: Place, name: str, runner: _SolverRunner) -
     assert options.output_file is not None
     solution = runner.solve(name, profile, f"{name}, on the whole profile")
     clusters, placement = solution.clusters, solution.placement
-    file = options.output_file.with_suffix(TABLES)
-    tables = redundancy.tables_of(profile, clusters, placement)
-    save(
-        Placement(0, placement.num_experts, placement.experts_by_layer, placement.model, file.name),
-        tables,
-        options.output_file,
-    )
+    tables, file = None, options.output_file.with_suffix(TABLES)
+    if options.format == "moesaic":
+        tables = redundancy.tables_of(profile, clusters, placement)
+        placement = replace(placement, tables=file.name)
+    save(placement, tables, options.output_file, options.format, options.ranks)
     if options.plot is not None:
         _draw(options.plot, profile, options, name, clusters)
-    return WrittenPlacement(name, options.output_file, file, solution.seconds, tables.nbytes, clusters.notes)
+    written_tables = None if tables is None else WrittenTables(file, tables.nbytes)
+    return WrittenPlacement(name, options.output_file, written_tables, solution.seconds, clusters.notes)
 
 
 def _find_drawn_layer(profile: Profile, options: Place) -> int:
@@ -221,24 +238,3 @@ def _draw(path: Path, profile: Profile, options: Place, name: str, clusters: Coc
         path.write_text(activation_picture.draw(title, maps), encoding="utf-8")
     except OSError as error:
         raise ConfigError.field("--plot", str(path), f"a file to write into ({error.strerror})") from error
-
-
-def save(placement: Placement, tables: Tables, path: Path) -> None:
-    """Write the placement, and next to it the tables that it names. Writes both files or neither.
-
-    Raises ConfigError if they cannot be written.
-    """
-    tables_file = path.with_name(placement.tables)
-    new_files = [file.with_name(f"{file.name}.new") for file in (tables_file, path)]
-    # The placement is renamed last: once it is there, the tables that it names are there, too.
-    try:
-        tables.save(new_files[0])
-        new_files[1].write_text(placement.to_json(), encoding="utf-8")
-        new_files[0].replace(tables_file)
-        new_files[1].replace(path)
-    except OSError as error:
-        allowed_values = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(path), allowed_values) from error
-    finally:
-        for file in new_files:
-            file.unlink(missing_ok=True)

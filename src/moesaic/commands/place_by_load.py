@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 
 from moesaic.commands.options import Place
+from moesaic.commands.place_formats import save
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
@@ -35,11 +36,7 @@ def run(profile: Profile, options: Place, as_json: bool) -> int:
         profile.loads, profile.layers, ranks, options.redundant_experts, model=profile.model
     )
     consecutive = balance.place(profile.loads * 0, profile.layers, ranks, model=profile.model)
-    try:
-        options.output_file.write_text(placement.to_json(), encoding="utf-8")
-    except OSError as error:
-        allowed_values = f"a file to write into ({error.strerror})"
-        raise ConfigError.field("--output-file", str(options.output_file), allowed_values) from error
+    save(placement, None, options.output_file, options.format, options.ranks)
     figures = _Balance(_mean_balancedness(profile, placement), _mean_balancedness(profile, consecutive))
     print(_as_json(profile, options, figures) if as_json else _as_text(profile, options, figures))
     return 0
@@ -51,6 +48,7 @@ def _check(profile: Profile, options: Place) -> None:
         ("--plot", options.plot),
         ("--model", options.model),
         ("--topology", options.topology),
+        ("--from", options.engine_map),
     ):
         if value:
             raise ConfigError(f"{flag}: {options.file} has loads of experts and no token ids")

@@ -37,16 +37,24 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class WrittenTables:
+    """The written file of tables of tokens."""
+
+    file: Path
+    nbytes: int
+    """Size of the tables in memory, in bytes."""
+
+
+@dataclass(frozen=True)
 class WrittenPlacement:
     """The written files, and how their placement was solved."""
 
     solver: str
     file: Path
-    tables: Path
+    tables: WrittenTables | None
+    """None for a placement of another engine."""
     seconds: float
     """Seconds that the solver took on the whole profile."""
-    tables_bytes: int
-    """Size of the tables in memory, in bytes."""
     notes: tuple[str, ...]
 
 
@@ -88,13 +96,16 @@ def as_json(report: Report) -> str:
         "written": None,
     }
     if placement is not None:
-        paths = {"placement": str(placement.file), "tables": str(placement.tables)}
-        details = {
+        tables = placement.tables
+        fields["written"] = {
+            "solver": placement.solver,
+            "format": options.format,
+            "placement": str(placement.file),
+            "tables": None if tables is None else str(tables.file),
             "seconds": placement.seconds,
-            "tables_bytes": placement.tables_bytes,
+            "tables_bytes": None if tables is None else tables.nbytes,
             "notes": placement.notes,
         }
-        fields["written"] = {"solver": placement.solver, **paths, **details}
     return json.dumps(fields)
 
 
@@ -148,7 +159,10 @@ def as_text(report: Report) -> str:
         lines.append("no placement was written: give --solver and --output-file to write one")
     else:
         lines += [f"{placement.solver}, on the whole profile: {note}" for note in placement.notes]
-        lines.append(f"wrote {placement.file} and {placement.tables.name}")
+        if placement.tables is None:
+            lines.append(_sglang_command(placement.file, report))
+        else:
+            lines.append(f"wrote {placement.file} and {placement.tables.file.name}")
         if report.options.plot is not None:
             lines.append(f"drew {report.options.plot}")
         lines.append(
@@ -156,6 +170,14 @@ def as_text(report: Report) -> str:
             f"{placement.seconds:.1f} s; the table's are solved on a share of the requests"
         )
     return "\n".join(lines)
+
+
+def _sglang_command(file: Path, report: Report) -> str:
+    """How SGLang takes the written file."""
+    flags = [f"--ep-size {report.options.ranks}", f"--init-expert-location {file}"]
+    if copies := report.options.redundant_experts:
+        flags.append(f"--ep-num-redundant-experts {copies}")
+    return f"wrote {file}, for SGLang's {' '.join(flags)}"
 
 
 def _facts(report: Report) -> Table:

@@ -50,7 +50,7 @@ def read(paths: list[Path], model: RoutedModel) -> list[RoutingRecord]:
 
 
 def _read(path: Path, model: RoutedModel, seen_passes: set[tuple[int, bytes, bytes]]) -> RoutingRecord:
-    contents, label = _load(path), str(path)
+    contents, label = load_dictionary(path), str(path)
     try:
         if "logical_count" in contents:
             return RoutingRecord(loads=_sum_logical_counts(_array(contents["logical_count"]), model, label))
@@ -68,7 +68,7 @@ def _read(path: Path, model: RoutedModel, seen_passes: set[tuple[int, bytes, byt
         ) from error
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_dictionary(path: Path) -> dict[str, Any]:
     """The contents of a file of torch.save. Nothing in it may run code."""
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
