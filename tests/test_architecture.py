@@ -313,6 +313,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     # the engine in this process, and what its gates chose
     "jobs.profiling": (
         *("config", "core", "llm", "models.embedding", "models.files", "models.registry", "text.tokenizer"),
+        "models.fingerprint",  # a list of hot experts names its checkpoint
     ),
     # a cluster in virtual time: the engine's policies, and neither a model nor a process
     "planning.sim": (

@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 
 from moesaic.commands.flags import FLAT, Output
 from moesaic.commands.import_options import ImportProfile
-from moesaic.commands.options import InitCluster, KernelsBench, MeasureHardware, ShowProfile
+from moesaic.commands.options import ExportProfile, InitCluster, KernelsBench, MeasureHardware, ShowProfile
 from moesaic.config import (
     CacheConfig,
     ModelConfig,
@@ -59,10 +59,24 @@ def profile_import(
     *,
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
-    """Make a profile of routing that SGLang or vLLM recorded:
+    """Make a profile of routing that SGLang, vLLM or a fork of llama.cpp recorded:
     profile import FILES --from sglang --model MODEL -o profile.npz.
     """
     from moesaic.commands import profile_import as command
+
+    return command.run(options, output.json)
+
+
+@profile.command(name="export")
+def profile_export(
+    options: Annotated[ExportProfile, FLAT],
+    *,
+    output: Annotated[Output, FLAT] = Output(),
+) -> int:
+    """Write hot experts for engines that keep some in faster memory:
+    profile export profile.npz --to llama-moe-trace -o trace.csv.
+    """
+    from moesaic.commands import profile_export as command
 
     return command.run(options, output.json)
 

@@ -18,9 +18,9 @@ class ImportProfile:
     files: list[Path]
     """Files of one recording. sglang: *.pt of its expert distribution recorder, one of each rank. vllm: .json
     or .jsonl with answers of a server with --enable-return-routed-experts, to requests with
-    return_token_ids."""
+    return_token_ids. llama-moe-trace: CSV of that tool of a fork of llama.cpp, which has no token ids."""
     _: KW_ONLY
-    source: Annotated[Literal["sglang", "vllm"], Parameter(name="--from")]
+    source: Annotated[Literal["sglang", "vllm", "llama-moe-trace"], Parameter(name="--from")]
     """Program that wrote the files."""
     model: str
     """The model that was served: a Hugging Face directory, a hub id, or demo. Its sizes are compared with the

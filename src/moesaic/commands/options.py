@@ -208,6 +208,28 @@ class Place:
 
 
 @dataclass(frozen=True)
+class ExportProfile:
+    """Write a profile's hot experts for engines that keep some experts in faster memory."""
+
+    file: Path
+    """Profile that `moesaic profile` wrote."""
+    _: KW_ONLY
+    form: Annotated[Literal["llama-moe-trace", "hot-experts"], Parameter(name="--to")]
+    """llama-moe-trace: routes as CSV, for --moe-cache-profile of a fork of llama.cpp. hot-experts: counts of
+    each expert, for --hot-experts of moesaic serve."""
+    output_file: Path
+    """File to write."""
+    model: str | None = None
+    """The profile's model, for hot-experts: a Hugging Face directory, a hub id, or demo."""
+
+    def __post_init__(self) -> None:
+        if self.form == "hot-experts" and self.model is None:
+            raise ConfigError.field("--model", None, "the profile's model, which the list names")
+        if self.form != "hot-experts" and self.model is not None:
+            raise ConfigError.field("--model", self.model, "nothing without --to hot-experts")
+
+
+@dataclass(frozen=True)
 class ShowProfile:
     """Show how skewed and how predictable a model's routing is."""
 

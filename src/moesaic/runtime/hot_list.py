@@ -10,31 +10,28 @@ Question: Which experts stay in memory first after a restart?
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from moesaic.config import environment
+from moesaic.core import hot_counts
 from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.home import expand_home
+from moesaic.core.hot_counts import CountsByLayer
 from moesaic.core.offload import AUTO_LIST, NO_LIST
 from moesaic.models.fingerprint import origin
 from moesaic.policy.offloading.residency import HotExperts
 
 LOG = logging.getLogger(__name__)
 
-FORMAT = 1
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds between two writes of the file: the first, and the longest. Each one is twice the last."""
 MOST_BYTES = 256 << 20
 """A larger file is not read: it is none of ours."""
-CountsByLayer = dict[int, list[float]]
 
 
 class HotList:
@@ -51,12 +48,10 @@ class HotList:
         path = self._path
         if path is None:
             return
-        layers = {str(layer): [round(count, 3) for count in numbers] for layer, numbers in counts.items()}
-        content = {"format": FORMAT, "model": self._model, "counts": layers}
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(content), "utf-8")
+            temporary.write_text(hot_counts.to_text(self._model, counts), "utf-8")
             temporary.replace(path)  # other processes may read it now
         except OSError as error:
             self._path = None
@@ -83,28 +78,8 @@ class HotList:
         """Raises OSError, and ValueError for what is no list of this model."""
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"got more than {MOST_BYTES >> 20} MiB; allowed: a list of hot experts")
-        content: Any = json.loads(path.read_text("utf-8"))
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            raise ValueError(f"got no format; allowed: a list of hot experts of format {FORMAT}")
-        if content.get("model") != self._model:
-            raise ValueError(f"model: got {content.get('model')!r}; allowed: {self._model}, which is served")
-        layers = {str(layer): layer for layer in self._layout.layers}
-        counts = content.get("counts")
-        if not isinstance(counts, dict) or not counts.keys() <= layers.keys():
-            raise ValueError("counts: got other layers; allowed: those with routed experts")
-        for layer, numbers in counts.items():
-            if not _are_counts(numbers, self._layout.num_experts):
-                allowed_counts = f"{self._layout.num_experts} numbers of at least 0"
-                raise ValueError(f"counts of layer {layer}: got something else; allowed: {allowed_counts}")
-        return {layers[name]: [float(count) for count in numbers] for name, numbers in counts.items()}
-
-
-def _are_counts(numbers: Any, num_experts: int) -> bool:
-    return (
-        isinstance(numbers, list)
-        and len(numbers) == num_experts
-        and all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers)
-    )
+        layout = self._layout
+        return hot_counts.parse(path.read_text("utf-8"), self._model, layout.layers, layout.num_experts)
 
 
 class ListKeeper:

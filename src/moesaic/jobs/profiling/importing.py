@@ -11,14 +11,14 @@ import numpy as np
 
 from moesaic.core.errors import ConfigError
 from moesaic.core.profile import Profile
-from moesaic.jobs.profiling import sglang_files, vllm_answers
+from moesaic.jobs.profiling import llama_traces, sglang_files, vllm_answers
 from moesaic.jobs.profiling.routing_records import make_profile
 from moesaic.jobs.profiling.run import Show
 from moesaic.models import files
 from moesaic.models.embedding import nearest_known
 from moesaic.models.registry import routed_model
 
-READERS = {"sglang": sglang_files.read, "vllm": vllm_answers.read}
+READERS = {"sglang": sglang_files.read, "vllm": vllm_answers.read, "llama-moe-trace": llama_traces.read}
 """Reader of each program's files."""
 Source = tuple[str, str | None, str | None]
 """What `models.files.resolve` takes to find a model: name, revision and changes of its config.json."""
