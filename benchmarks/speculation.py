@@ -4,6 +4,7 @@
     python benchmarks/speculation.py /tmp/qwen --rounds 6 --new 64 --draft 4 --requests 1 8
     python benchmarks/speculation.py demo --edits      # n-grams on edits of code, in place of a known answer
     python benchmarks/speculation.py MODEL --prompts mt_bench.jsonl     # n-grams on answers in a chat
+    python benchmarks/speculation.py MODEL --prompts mt_bench.jsonl --requests 8 --num-prompts 80
 
 Engines of one model take turns in this process, so that a slow minute of the machine meets all of them. One
 drafts nothing. The others draft tokens of the answers, which are known from a first run, and each token is
@@ -77,9 +78,9 @@ class Known:
         return [token if self._random.random() < self._chance else token ^ 1 for token in behind]
 
 
-def engine(model: str, draft: int, drafter: Known | None, options: argparse.Namespace) -> LLM:
-    """drafter: in place of n-grams. draft: tokens; 0: nothing is drafted."""
-    settings: dict[str, Any] = {"max_num_seqs": max(options.requests), "enable_prefix_caching": False}
+def engine(model: str, draft: int, drafter: Known | None, count: int, options: argparse.Namespace) -> LLM:
+    """drafter: in place of n-grams. draft: tokens; 0: nothing is drafted. count: most requests at a time."""
+    settings: dict[str, Any] = {"max_num_seqs": count, "enable_prefix_caching": False}
     if draft:
         given = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
         settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": draft, **given}
@@ -129,14 +130,14 @@ def acceptance(llm: LLM, before: tuple[int, int, int]) -> tuple[str, str, tuple[
 
 
 def measure(options: argparse.Namespace, table: Table, count: int) -> None:
-    """Add the rows of `count` requests to the table."""
-    plain = engine(options.model, 0, None, options)
-    given = prompts(plain, count, options)
+    """Add the rows of `count` requests at a time to the table."""
+    plain = engine(options.model, 0, None, count, options)
+    given = prompts(plain, max(count, options.num_prompts), options)
     _, wanted = run(plain, given, options)
     known = [prompt + answer for prompt, answer in zip(given, wanted, strict=True)]
     chances = [None] if options.edits or options.prompts else list(CHANCES)
     others = [
-        engine(options.model, options.draft, None if chance is None else Known(known, chance), options)
+        engine(options.model, options.draft, None if chance is None else Known(known, chance), count, options)
         for chance in chances
     ]
     seen = [(0, 0, 0)] * len(others)
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=96, help="tokens of an answer")
     parser.add_argument("--draft", type=int, default=4, help="num_speculative_tokens")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--num-prompts", type=int, default=0, help="more of them than --requests wait")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cpu", action="store_true", help="CPU time in place of seconds")
     parser.add_argument("--edits", action="store_true", help="n-grams on edits of code")

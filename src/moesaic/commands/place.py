@@ -86,6 +86,7 @@ class _SolverRunner:
     def solve(self, name: str, profile: Profile, task: str) -> _Solution:
         """Run solver `name`. task: name of the progress bar."""
         options, start, copies = self.options, self.clock(), self.options.redundant_experts
+        self.show(task, 0, 0)  # the first step may take long, and its time tells how long the others take
         clusters = SOLVERS[name](profile, options.ranks, options.seed, partial(self.show, task))
         placement = blind = redundancy.place(profile, clusters, copies)
         if (prices := self.prices) is not None:

@@ -230,6 +230,13 @@ def test_layers_without_counts_are_placed_all_the_same() -> None:
     assert np.bincount(found).tolist() == [3, 2]
 
 
+def test_each_run_is_progress() -> None:
+    said: list[tuple[int, int]] = []
+    search = replace(QUICK, runs=2, offspring=3, steps=50, brief=20)
+    annealing.solve(noise(0, 6, layers=2, k=2), 2, 0, lambda *report: said.append(report), search)
+    assert said == [(done, 12) for done in range(1, 13)]
+
+
 @pytest.mark.parametrize("ranks", [0, 5, -1])
 def test_refuses_ranks_without_experts(ranks: int) -> None:
     with pytest.raises(ConfigError, match="--ranks"):

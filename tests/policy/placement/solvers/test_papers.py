@@ -116,6 +116,18 @@ def test_exchanges_end_where_none_gains(seed: int) -> None:
     assert (swap_experts(affinity, labels, np.random.default_rng(seed), 0) == labels).all()
 
 
+@pytest.mark.parametrize(("size", "ranks"), [(7, 3), (24, 2), (24, 8)])
+@pytest.mark.parametrize("seed", range(3))
+def test_exchanges_are_those_of_gains_computed_anew(seed: int, size: int, ranks: int) -> None:
+    affinity, labels = affinity_of(seed, size, ranks), np.resize(np.arange(ranks), size)
+    found = swap_experts(affinity, labels, np.random.default_rng(seed), 1000)
+    rng = np.random.default_rng(seed)
+    while len(pairs := np.argwhere(np.triu(affinity.gains(labels) > 1e-9))):
+        pair = pairs[rng.integers(len(pairs))]
+        labels[pair] = labels[pair[::-1]]
+    assert (found == labels).all()
+
+
 # ---- Speculative MoE
 
 

@@ -45,7 +45,7 @@ from moesaic.core.profile import Counts, Profile
 from moesaic.core.tokens import IntArray
 from moesaic.policy.placement.solvers import speculative
 from moesaic.policy.placement.solvers.assignment import assign
-from moesaic.policy.placement.solvers.layers import solve_layers
+from moesaic.policy.placement.solvers.layers import Report, no_report, solve_layers
 from moesaic.policy.placement.solvers.solver import Progress, experts_per_rank
 
 FloatArray = npt.NDArray[np.float64]
@@ -104,14 +104,24 @@ def solve(
     """
     chosen_search, size = search or AnnealingSearch(), profile.num_experts
     return solve_layers(
-        profile, ranks, seed, progress, lambda counts, rng: place(counts, size, ranks, rng, chosen_search)
+        profile,
+        ranks,
+        seed,
+        progress,
+        lambda counts, rng, report: place(counts, size, ranks, rng, chosen_search, report),
+        parts=chosen_search.runs + chosen_search.offspring + 1,
     )
 
 
 def place(
-    counts: Counts, num_experts: int, ranks: int, rng: np.random.Generator, search: AnnealingSearch
+    counts: Counts,
+    num_experts: int,
+    ranks: int,
+    rng: np.random.Generator,
+    search: AnnealingSearch,
+    report: Report = no_report,
 ) -> IntArray:
-    """Find the ranks [E] of one layer's experts.
+    """Find the ranks [E] of one layer's experts. report: is called after each run.
 
     Example: some token ids choose experts 0 and 2, and as many choose 1 and 3. Then 0 and 2 share a rank.
     """
@@ -127,8 +137,12 @@ def place(
     large = Layer.from_rows(
         sample_rows(rows, search.polish // 2, search.polish // 2, rng), loads, ranks, search
     )
-    runs = [anneal(small, rng.permutation(labels), rng, search) for _ in range(search.runs)]
-    return polish(large, recombine(small, [*runs, polish(small, rival)], rng, search))
+    runs = []
+    for number in range(search.runs):
+        runs.append(anneal(small, rng.permutation(labels), rng, search))
+        report(number + 1)
+    runs.append(polish(small, rival))
+    return polish(large, recombine(small, runs, rng, search, lambda turn: report(search.runs + turn)))
 
 
 def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
@@ -137,9 +151,13 @@ def overload(labels: IntArray, loads: FloatArray, ranks: int) -> float:
 
 
 def recombine(
-    layer: Layer, runs: list[IntArray], rng: np.random.Generator, search: AnnealingSearch
+    layer: Layer,
+    runs: list[IntArray],
+    rng: np.random.Generator,
+    search: AnnealingSearch,
+    report: Report = no_report,
 ) -> IntArray:
-    """The best assignment [E] among `runs` and their offspring.
+    """The best assignment [E] among `runs` and their offspring. report: is called after each offspring.
 
     Offspring are short runs. They start alternately from the best run and from a mixture of two. Each
     replaces the worst run if it is better, and is dropped otherwise.
@@ -153,6 +171,7 @@ def recombine(
         labels = anneal(layer, start, rng, brief)
         if (value := layer.value(labels)) > values[worst]:
             runs[worst], values[worst] = labels, value
+        report(turn + 1)
     return runs[int(np.argmax(values))]
 
 

@@ -91,7 +91,7 @@ def solve(
         ranks,
         seed,
         progress,
-        lambda counts, rng: search_layer(dense(counts, size), ranks, rng, chosen),
+        lambda counts, rng, _: search_layer(dense(counts, size), ranks, rng, chosen),
     )
 
 
