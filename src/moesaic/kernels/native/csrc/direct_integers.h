@@ -16,23 +16,22 @@ constexpr int FEW_STORED_ROWS = 2;  // with more, it is faster to order the code
 template <class S, int R, class Step>
 MOESAIC_INLINE void step_of_columns(const Bytes (&rows)[R][2], const uint8_t* blocks, int64_t ld, Step step, int64_t left,
                                     Bytes (&sums)[R][S::kSums][PIECES]) {
-    MOESAIC_UNROLL for (int64_t four = 0; four < PANEL_COLUMNS / 4; four++) {
-        Bytes of[R][4][S::kSums];
-        MOESAIC_UNROLL for (int64_t i = 0; i < 4; i++) {
-            Bytes codes[2];
-            S::load(blocks + (4 * four + i) * ld, step, left, codes);
-            MOESAIC_UNROLL for (int r = 0; r < R; r++) {
-                S::template add_up<S>(products_of<S>(codes[0], rows[r][0]), products_of<S>(codes[1], rows[r][1]), of[r][i]);
+    constexpr int kPairs = 2 * S::kPairs;
+    MOESAIC_UNROLL for (int64_t v = 0; v < S::kSums; v++) {
+#if !defined(MOESAIC_AVX512)
+        asm("" : "+r"(blocks));  // what the vectors share is loaded anew, as 16 registers have no room for it
+#endif
+        MOESAIC_UNROLL for (int64_t four = 0; four < PANEL_COLUMNS / 4; four++) {
+            Bytes of[R][4];
+            MOESAIC_UNROLL for (int64_t i = 0; i < 4; i++) {
+                Bytes codes[2];
+                S::load(blocks + (4 * four + i) * ld, step, left, codes);
+                MOESAIC_UNROLL for (int r = 0; r < R; r++) of[r][i] = S::template sums_of<S>(v, codes, rows[r]);
             }
-        }
-        MOESAIC_UNROLL for (int r = 0; r < R; r++) {
-            MOESAIC_UNROLL for (int64_t v = 0; v < S::kSums; v++) {
-                constexpr int kPairs = 2 * S::kPairs;
-                auto pairs = [&](int i) MOESAIC_INLINE_LAMBDA {
-                    Bytes x = of[r][i][v], y = of[r][i + 1][v];
-                    return add_sums<S, kPairs>(low_pairs(x, y), high_pairs(x, y));
-                };
-                Bytes a = pairs(0), b = pairs(2);
+            MOESAIC_UNROLL for (int r = 0; r < R; r++) {
+                auto& x = of[r];
+                Bytes a = add_sums<S, kPairs>(low_pairs(x[0], x[1]), high_pairs(x[0], x[1]));
+                Bytes b = add_sums<S, kPairs>(low_pairs(x[2], x[3]), high_pairs(x[2], x[3]));
                 Bytes all = add_sums<S, 2 * kPairs>(low_fours(a, b), high_fours(a, b));
                 sums[r][v][four] = whole_sums<S, 2 * kPairs>(all);
             }
@@ -40,6 +39,19 @@ MOESAIC_INLINE void step_of_columns(const Bytes (&rows)[R][2], const uint8_t* bl
     }
     MOESAIC_UNROLL for (int r = 0; r < R; r++) {
         MOESAIC_UNROLL for (int64_t v = 0; v < S::kSums; v++) transpose_pieces(sums[r][v]);
+    }
+}
+
+// `integers` without what `zero` times the sum of a line's codes from `first` on is in it.
+template <class T, int32_t zero>
+MOESAIC_INLINE Bytes without_zero(Bytes integers, const Line& line, int64_t first) {
+    if constexpr (zero == 0) {
+        return integers;
+    } else if constexpr (T::kGroup == kLine) {
+        return add_integers(integers, every(-zero * sum_of<T>(line, first)));
+    } else {  // multiplied in a vector, since a sum is loaded into all lanes at once
+        static_assert((zero & (zero - 1)) == 0);
+        return subtract_integers(integers, multiplied<zero>(every(line.sums[first / 16])));
     }
 }
 
@@ -60,13 +72,14 @@ void stored_products(const float* const* rows, const uint8_t* blocks, int64_t ld
                      Stream& stream, bool first, float* out, int64_t stride) {
     using T = typename S::T;
     constexpr int64_t kGroups = STEP_NUMBERS / T::kGroup;  // of a step
+    constexpr bool kWhole = B::kNumbers % STEP_NUMBERS == 0;
     Stream mine = stream;
     Vec sums[R];
     const Line* lines[R];
     for (int r = 0; r < R; r++) lines[r] = reinterpret_cast<const Line*>(rows[r]), sums[r] = zero();
     steps_of<S, B>(blocks, count, [&](int64_t at, const uint8_t* block, auto step) MOESAIC_INLINE_LAMBDA {
         mine.step();
-        int64_t left = std::min(STEP_LINES, (count - at) / kLine);
+        int64_t left = kWhole ? STEP_LINES : std::min(STEP_LINES, (count - at) / kLine);
         Bytes codes[R][2], integers[R][S::kSums][PIECES];
         MOESAIC_UNROLL for (int r = 0; r < R; r++) {
             const Line* of_step[STEP_LINES];
@@ -75,7 +88,7 @@ void stored_products(const float* const* rows, const uint8_t* blocks, int64_t ld
             }
             S::load_row(of_step, codes[r]);
         }
-        bool whole = B::kNumbers > STEP_NUMBERS || left == STEP_LINES;
+        bool whole = kWhole || left == STEP_LINES;
         if (whole) step_of_columns<S, R>(codes, block, ld, step, STEP_LINES, integers);
         else step_of_columns<S, R>(codes, block, ld, step, left, integers);
         MOESAIC_UNROLL for (int64_t i = 0; i < kGroups; i++) {
@@ -85,8 +98,7 @@ void stored_products(const float* const* rows, const uint8_t* blocks, int64_t ld
             MOESAIC_UNROLL for (int r = 0; r < R; r++) {
                 const Line& line = lines[r][group * T::kGroup / kLine * 2];
                 int64_t from = group * T::kGroup % kLine;
-                Bytes integer = integers[r][place / PIECES][place % PIECES];
-                if constexpr (S::kZero != 0) integer = add_integers(integer, every(-S::kZero * sum_of<T>(line, from)));
+                Bytes integer = without_zero<T, S::kZero>(integers[r][place / PIECES][place % PIECES], line, from);
                 sums[r] = scales.add(floats(integer), line, from, sums[r]);
             }
         }

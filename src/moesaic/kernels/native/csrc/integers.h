@@ -132,11 +132,13 @@ MOESAIC_INLINE void transpose(Bytes (&x)[8]) {
 constexpr int INTEGER_ROWS = 8;
 MOESAIC_INLINE Bytes aligned_bytes(const void* p) { return _mm512_load_si512(p); }
 MOESAIC_INLINE Bytes add_integers(Bytes x, Bytes y) { return _mm512_add_epi32(x, y); }
+MOESAIC_INLINE Bytes subtract_integers(Bytes x, Bytes y) { return _mm512_sub_epi32(x, y); }
 MOESAIC_INLINE Vec floats(Bytes x) { return _mm512_cvtepi32_ps(x); }
 #else
 constexpr int INTEGER_ROWS = 4;
 MOESAIC_INLINE Bytes aligned_bytes(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
 MOESAIC_INLINE Bytes add_integers(Bytes x, Bytes y) { return _mm256_add_epi32(x, y); }
+MOESAIC_INLINE Bytes subtract_integers(Bytes x, Bytes y) { return _mm256_sub_epi32(x, y); }
 MOESAIC_INLINE Vec floats(Bytes x) { return _mm256_cvtepi32_ps(x); }
 #endif
 

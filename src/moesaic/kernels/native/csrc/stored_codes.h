@@ -48,9 +48,11 @@ constexpr int32_t kAbove = 0;
 #endif
 
 // The orders in which two vectors hold the numbers of a step. place: where a panel has the four numbers `j` of vector `v`.
-// add_up: the vectors' products -> the sums of groups, each in 16 bytes. kPlaces: of the groups there. kPairs: of such a sum.
+// sums_of: vector `v` of the sums of groups, each in 16 bytes. kPlaces: of the groups there. kPairs: of such a sum.
 
 #if defined(MOESAIC_AVX512)
+template <int32_t factor>  // a power of two
+MOESAIC_INLINE Bytes multiplied(Bytes x) { return _mm512_slli_epi32(x, __builtin_ctz(factor)); }
 MOESAIC_INLINE Bytes join_halves(const void* first, const void* second) {
     auto half = [](const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); };
     return _mm512_inserti64x4(_mm512_castsi256_si512(half(first)), half(second), 1);
@@ -59,6 +61,8 @@ MOESAIC_INLINE void load_lines(const Line* const (&lines)[STEP_LINES], Bytes (&c
     codes[0] = join_halves(lines[0]->codes, lines[1]->codes), codes[1] = join_halves(lines[2]->codes, lines[3]->codes);
 }
 #else
+template <int32_t factor>
+MOESAIC_INLINE Bytes multiplied(Bytes x) { return _mm256_slli_epi32(x, __builtin_ctz(factor)); }
 MOESAIC_INLINE void load_lines(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) {
     codes[0] = any_bytes(lines[0]->codes), codes[1] = any_bytes(lines[1]->codes);
 }
@@ -70,8 +74,8 @@ struct InOrder {  // the first half of the numbers, the others; groups have 16
     static constexpr int64_t place(int64_t v, int64_t j) { return PANEL_COLUMNS * v + j; }
     static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) { load_lines(lines, codes); }
     template <class S>
-    static MOESAIC_INLINE void add_up(Bytes first, Bytes second, Bytes (&sums)[kSums]) {
-        sums[0] = first, sums[1] = second;
+    static MOESAIC_INLINE Bytes sums_of(int64_t v, const Bytes (&codes)[2], const Bytes (&row)[2]) {
+        return products_of<S>(codes[v], row[v]);
     }
 };
 
@@ -87,8 +91,8 @@ struct HalfGroups {  // the first 16 numbers of each group of 32, the last 16
         }
     }
     template <class S>
-    static MOESAIC_INLINE void add_up(Bytes first, Bytes second, Bytes (&sums)[kSums]) {
-        sums[0] = add_sums<S, kPairs>(first, second);
+    static MOESAIC_INLINE Bytes sums_of(int64_t, const Bytes (&codes)[2], const Bytes (&row)[2]) {
+        return add_sums<S, kPairs>(products_of<S>(codes[0], row[0]), products_of<S>(codes[1], row[1]));
     }
 };
 
@@ -159,9 +163,9 @@ struct EvenAndOdd {  // groups 0 and 2, groups 1 and 3
     static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) {
         codes[0] = join_halves(lines[0]->codes, lines[2]->codes), codes[1] = join_halves(lines[1]->codes, lines[3]->codes);
     }
-    template <class>
-    static MOESAIC_INLINE void add_up(Bytes first, Bytes second, Bytes (&sums)[kSums]) {
-        sums[0] = add_neighbours(first, second);
+    template <class S>
+    static MOESAIC_INLINE Bytes sums_of(int64_t, const Bytes (&codes)[2], const Bytes (&row)[2]) {
+        return add_neighbours(products_of<S>(codes[0], row[0]), products_of<S>(codes[1], row[1]));
     }
 };
 
@@ -170,9 +174,9 @@ struct InOrderBy32 {  // groups 0 and 1, groups 2 and 3
     static constexpr int64_t kPlaces[] = {0, 1, 2, 3};
     static constexpr int64_t place(int64_t v, int64_t j) { return PANEL_COLUMNS * v + j; }
     static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) { load_lines(lines, codes); }
-    template <class>
-    static MOESAIC_INLINE void add_up(Bytes first, Bytes second, Bytes (&sums)[kSums]) {
-        sums[0] = add_neighbours(first, second);
+    template <class S>
+    static MOESAIC_INLINE Bytes sums_of(int64_t, const Bytes (&codes)[2], const Bytes (&row)[2]) {
+        return add_neighbours(products_of<S>(codes[0], row[0]), products_of<S>(codes[1], row[1]));
     }
 };
 
