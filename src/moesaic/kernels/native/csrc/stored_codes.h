@@ -72,7 +72,9 @@ struct InOrder {  // the first half of the numbers, the others; groups have 16
     static constexpr int64_t kSums = 2, kPairs = 1;
     static constexpr int64_t kPlaces[] = {0, 1, 2, 3, 4, 5, 6, 7};
     static constexpr int64_t place(int64_t v, int64_t j) { return PANEL_COLUMNS * v + j; }
-    static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) { load_lines(lines, codes); }
+    static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) {
+        load_lines(lines, codes);
+    }
     template <class S>
     static MOESAIC_INLINE Bytes sums_of(int64_t v, const Bytes (&codes)[2], const Bytes (&row)[2]) {
         return products_of<S>(codes[v], row[v]);
@@ -173,7 +175,9 @@ struct InOrderBy32 {  // groups 0 and 1, groups 2 and 3
     static constexpr int64_t kSums = 1, kPairs = 2;
     static constexpr int64_t kPlaces[] = {0, 1, 2, 3};
     static constexpr int64_t place(int64_t v, int64_t j) { return PANEL_COLUMNS * v + j; }
-    static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) { load_lines(lines, codes); }
+    static MOESAIC_INLINE void load_row(const Line* const (&lines)[STEP_LINES], Bytes (&codes)[2]) {
+        load_lines(lines, codes);
+    }
     template <class S>
     static MOESAIC_INLINE Bytes sums_of(int64_t, const Bytes (&codes)[2], const Bytes (&row)[2]) {
         return add_neighbours(products_of<S>(codes[0], row[0]), products_of<S>(codes[1], row[1]));
