@@ -6,6 +6,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "byte_vectors.h"
 
 namespace MOESAIC_ISA {
 
@@ -84,17 +85,9 @@ struct DirectBlocks<Q6_K> {
         alignas(64) int8_t codes[kNumbers];
         const float* scales;
         MOESAIC_INLINE Half(const uint8_t* block, int64_t half, const float* of_half) : scales(of_half) {
-            auto bytes = [](const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); };
-            const __m512i left = _mm512_setr_epi64(4, 4, 4, 4, 2, 2, 2, 2), right = _mm512_setr_epi64(0, 0, 0, 0, 2, 2, 2, 2);
-            const __m512i kLow = _mm512_set1_epi8(15), kTop = _mm512_set1_epi8(48), kZero = _mm512_set1_epi8(32);
-            constexpr int kPick = 0xea;  // (x & y) | z
-            __m512i both = _mm512_loadu_si512(block + 64 * half);
-            __m512i top = _mm512_broadcast_i64x4(bytes(block + 128 + 32 * half));
-            __m512i low = _mm512_and_si512(both, kLow), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), kLow);
-            low = _mm512_ternarylogic_epi64(_mm512_sllv_epi64(top, left), kTop, low, kPick);
-            high = _mm512_ternarylogic_epi64(_mm512_srlv_epi64(top, right), kTop, high, kPick);
-            _mm512_store_si512(codes, _mm512_sub_epi8(low, kZero));
-            _mm512_store_si512(codes + 64, _mm512_sub_epi8(high, kZero));
+            Bytes of[2];
+            load_six_bits(block, half, of);
+            MOESAIC_UNROLL for (int v = 0; v < 2; v++) _mm512_store_si512(codes + 64 * v, add_bytes(of[v], every_byte(-32)));
         }
         MOESAIC_INLINE Vec operator()(int64_t i) const {
             __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(codes + i));

@@ -9,6 +9,7 @@
 // A lane of a vector is a column, so every instruction set has the same order.
 #pragma once
 
+#include "byte_vectors.h"
 #include "dot.h"
 #include "integer_lines.h"
 
@@ -67,19 +68,12 @@ struct IntegerPanel {
 };
 
 #if defined(MOESAIC_AVX512)
-using Bytes = __m512i;
 MOESAIC_INLINE Bytes load_bytes(const uint8_t* p, int64_t count) {
     __mmask64 some = count < 64 ? (uint64_t(1) << count) - 1 : ~uint64_t(0);
     return _mm512_maskz_loadu_epi8(some, p);
 }
 MOESAIC_INLINE void store_bytes(uint8_t* p, Bytes x) { _mm512_store_si512(p, x); }
-MOESAIC_INLINE Bytes low_half(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-MOESAIC_INLINE Bytes high_half(Bytes x) { return low_half(_mm512_srli_epi16(x, 4)); }
 MOESAIC_INLINE Bytes flip(Bytes x) { return _mm512_xor_si512(x, _mm512_set1_epi8(char(0x80))); }
-// What 16 bytes say for each code of four bits.
-MOESAIC_INLINE Bytes look_up(__m128i table, Bytes codes) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
-}
 
 // x [16][16] of 32 bits each, transposed.
 MOESAIC_INLINE void transpose(Bytes (&x)[16]) {
@@ -104,19 +98,13 @@ MOESAIC_INLINE void transpose(Bytes (&x)[16]) {
     }
 }
 #else
-using Bytes = __m256i;
 MOESAIC_INLINE Bytes load_bytes(const uint8_t* p, int64_t count) {
     alignas(32) uint8_t some[32] = {};
     if (count < 32) std::memcpy(some, p, size_t(count)), p = some;
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 MOESAIC_INLINE void store_bytes(uint8_t* p, Bytes x) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), x); }
-MOESAIC_INLINE Bytes low_half(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-MOESAIC_INLINE Bytes high_half(Bytes x) { return low_half(_mm256_srli_epi16(x, 4)); }
 MOESAIC_INLINE Bytes flip(Bytes x) { return _mm256_xor_si256(x, _mm256_set1_epi8(char(0x80))); }
-MOESAIC_INLINE Bytes look_up(__m128i table, Bytes codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
-}
 
 // x [8][8] of 32 bits each, transposed.
 MOESAIC_INLINE void transpose(Bytes (&x)[8]) {
@@ -143,14 +131,14 @@ MOESAIC_INLINE void transpose(Bytes (&x)[8]) {
 #if defined(MOESAIC_AVX512)
 constexpr int INTEGER_ROWS = 8;
 MOESAIC_INLINE Bytes aligned_bytes(const void* p) { return _mm512_load_si512(p); }
-MOESAIC_INLINE Bytes every(int32_t x) { return _mm512_set1_epi32(x); }
 MOESAIC_INLINE Bytes add_integers(Bytes x, Bytes y) { return _mm512_add_epi32(x, y); }
+MOESAIC_INLINE Bytes subtract_integers(Bytes x, Bytes y) { return _mm512_sub_epi32(x, y); }
 MOESAIC_INLINE Vec floats(Bytes x) { return _mm512_cvtepi32_ps(x); }
 #else
 constexpr int INTEGER_ROWS = 4;
 MOESAIC_INLINE Bytes aligned_bytes(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
-MOESAIC_INLINE Bytes every(int32_t x) { return _mm256_set1_epi32(x); }
 MOESAIC_INLINE Bytes add_integers(Bytes x, Bytes y) { return _mm256_add_epi32(x, y); }
+MOESAIC_INLINE Bytes subtract_integers(Bytes x, Bytes y) { return _mm256_sub_epi32(x, y); }
 MOESAIC_INLINE Vec floats(Bytes x) { return _mm256_cvtepi32_ps(x); }
 #endif
 
@@ -425,7 +413,13 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
         using As = Integer<typename Blocks::As>;
         auto blocks = reinterpret_cast<const Blocks*>(weights);
         if constexpr (StoredIntegers<Blocks>::kIsDefined) {
-            if (n <= FEW_STORED_ROWS) return multiply_stored(rows, n, blocks, ld, columns, k, out, stride, then);
+            if (n <= FEW_STORED_ROWS) {
+                int64_t whole = columns / PANEL_COLUMNS * PANEL_COLUMNS;
+                const void* rest = &blocks->byte + whole * ld;
+                multiply_stored(rows, n, blocks, ld, whole, k, out, stride, whole < columns ? rest : then);
+                if (whole == columns) return;
+                blocks = static_cast<const Blocks*>(rest), columns -= whole, out += whole;
+            }
         }
         multiply_panels<As, Blocks>(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
     } else {
