@@ -233,7 +233,7 @@ def test_layers_without_counts_are_placed_all_the_same() -> None:
 def test_each_run_is_progress() -> None:
     said: list[tuple[int, int]] = []
     search = replace(QUICK, runs=2, offspring=3, steps=50, brief=20)
-    annealing.solve(noise(0, 6, layers=2, k=2), 2, 0, lambda *report: said.append(report), search)
+    annealing.solve(noise(0, 6, layers=2, k=2), 2, 0, lambda done, total: said.append((done, total)), search)
     assert said == [(done, 12) for done in range(1, 13)]
 
 
