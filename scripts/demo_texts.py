@@ -56,10 +56,11 @@ def list_pages(root: Path = ROOT) -> list[Path]:
 
 
 def list_questions(page: str) -> list[Question]:
-    """The questions of a page, in their order."""
-    return [
-        Question(found["language"], found["question"], found["answer"]) for found in _ASKED.finditer(page)
-    ]
+    """The questions of a page, in their order. It stops at a mark that is not between two blocks."""
+    found = [Question(one["language"], one["question"], one["answer"]) for one in _ASKED.finditer(page)]
+    if page.count(MARK) != len(found):
+        raise SystemExit(f"got {page.count(MARK)} marks; allowed: {len(found)}, each between two blocks")
+    return found
 
 
 def replace_answers(page: str, url: str) -> str:

@@ -43,7 +43,8 @@ def test_questions_are_blocks_with_an_answer_below() -> None:
         Question("python", "print(1 + 1)\n", "3\n"),
         Question("console", f"echo {ADDRESS} | tr a-z A-Z\n", "OLD\n\nLINES\n"),
     ]
-    assert demo_texts.list_questions(f"{MARK}\n```text\n3\n```\n") == []
+    with pytest.raises(SystemExit, match="got 3 marks; allowed: 2"):
+        demo_texts.list_questions(f"{PAGE}Words between.\n\n{MARK}\n```text\n3\n```\n")
 
 
 def test_answers_are_replaced_and_nothing_else() -> None:
