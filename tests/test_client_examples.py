@@ -19,7 +19,13 @@ from tests.test_serve_tools import client_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+PROPERTIES = {"a": {"type": "string"}}
+FUNCTION = {
+    "name": "f",
+    "description": "Does it.",
+    "parameters": {"type": "object", "properties": PROPERTIES},
+}
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def list_curls() -> Iterator[list[str]]:
@@ -72,15 +78,16 @@ def test_every_curl_of_the_pages_is_answered() -> None:
             assert "tools" not in json.loads(data) or has_called(answer.json()), answer.text
 
 
-def test_the_demos_template_is_as_ever_without_tools_and_takes_them() -> None:
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_demos_template_takes_instructions_and_tools(role: str) -> None:
     tokenizer = Tokenizer(resolve("demo"))
     messages: list[Any] = [
-        {"role": "system", "content": "Be brief."},
+        {"role": role, "content": "Be brief."},
         {"role": "user", "content": "Hi "},
         {"role": "assistant", "content": "Yes?"},
         {"role": "user", "content": "1 + 1"},
     ]
-    assert tokenizer.decode(tokenizer.chat(messages), False) == (
+    assert tokenizer.decode(tokenizer.chat(messages), False).replace("developer\n", "system\n") == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi <|im_end|>\n"
         "<|im_start|>assistant\nYes?<|im_end|>\n<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -90,6 +97,6 @@ def test_the_demos_template_is_as_ever_without_tools_and_takes_them() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     messages += [{"role": "tool", "content": "12"}]
     text = tokenizer.decode(tokenizer.chat(messages, tools=[TOOL]), False)
-    assert json.dumps(TOOL) in text
+    assert all(part in text for part in ("f", "Does it.", json.dumps(PROPERTIES)))
     assert '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>' in text
     assert text.endswith("<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n")

@@ -42,7 +42,7 @@ BUDGET = ReasoningBudget(20, "<think>", ("</think>",), (3597, 448, 987, 32), sta
 
 def params(index: int, form: dict[str, Any] | None) -> SamplingParams:
     return SamplingParams(
-        max_tokens=120,
+        max_tokens=300,
         temperature=0.7 * (index % 3),
         seed=index,
         structured_outputs=form,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support import browser
+from tests.support import browser, endless_demo
 from tests.support.browser import Page
 from tests.test_serve import Server, start
 
@@ -22,8 +22,10 @@ PROMPT = "def main(argv):"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    running = start(*SHAPE, "--admin-key", KEY)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It has the demo under its name, whose answers do not end by themselves."""
+    model = endless_demo.write(tmp_path_factory.mktemp("endless"))
+    running = start(*SHAPE, "--admin-key", KEY, "--served-model-name", "demo", model=str(model))
     yield running
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(60) == 0

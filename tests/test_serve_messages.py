@@ -68,11 +68,11 @@ def test_the_demo_is_forced_to_call(tmp_path: Path) -> None:
             model="demo",
             input="Hi",
             temperature=0,
-            max_output_tokens=8,
+            max_output_tokens=2,
             include=["message.output_text.logprobs"],
         )
         assert said.output[0].type == "message" and said.output[0].content[0].type == "output_text"
-        assert len(said.output[0].content[0].logprobs or []) == said.usage.output_tokens == 8  # type: ignore[union-attr]
+        assert len(said.output[0].content[0].logprobs or []) == said.usage.output_tokens == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_other_types_of_the_cache_come_back(dtype: str, tmp_path: Path) -> None:
 def test_blocks_are_stored_when_they_are_evicted_and_when_requests_are_preempted(tmp_path: Path) -> None:
     """The cache holds 256 tokens, and each request needs 160."""
     prompts = [[3 + (index * (offset + 1)) % 300 for index in range(100)] for offset in range(4)]
-    params = SamplingParams(max_tokens=60, temperature=0)
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
     alone = [bits(completion) for completion in engine(None).generate(prompts, params)]
     small = engine(tmp_path, kv_cache_memory=str(256 * 3072))
     for _ in range(2):

@@ -15,19 +15,34 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(files.resolve("demo", None))
 
 
-def test_a_word_is_forbidden_at_the_beginning_and_after_a_space(tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def single(tokenizer: Tokenizer) -> set[str]:
+    """The words of letters that are one token after a space."""
+    texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+    return {text[1:] for text in texts if text[:1] == " " and text[1:].isalpha()}
+
+
+def test_a_word_is_forbidden_at_the_beginning_and_after_a_space(
+    tokenizer: Tokenizer, single: set[str]
+) -> None:
     words = BadWords(tokenizer)
-    for word in ("def", " def", "Hello"):
+    both = [word for word in sorted(single) if len(tokenizer.encode(word, False)) == 1][:20]
+    assert len(both) == 20
+    for word in (*both, f" {both[0]}"):
         plain, spaced = words.sequences([word])
         assert tokenizer.decode(plain) == word.strip() and tokenizer.decode(spaced) == " " + word.strip()
-    one_by_one = [sequence for word in ("def", "zqx", "é") for sequence in words.sequences([word])]
-    assert words.sequences(["def", "zqx", "é", "def"]) == tuple(one_by_one)
+    given = [both[0], "zqx", "é"]
+    one_by_one = [sequence for word in given for sequence in words.sequences([word])]
+    assert words.sequences([*given, both[0]]) == tuple(one_by_one)
 
 
-def test_a_form_with_other_tokens_after_the_space_does_not_count(tokenizer: Tokenizer) -> None:
+def test_a_form_with_other_tokens_after_the_space_does_not_count(
+    tokenizer: Tokenizer, single: set[str]
+) -> None:
     """As in vLLM: only a form with as many tokens and another first token counts."""
-    assert len(BadWords(tokenizer).sequences(["return"])) == 1
-    for word in ("return", "1234567", "zqxzqx"):
+    longer = [word for word in sorted(single) if len(tokenizer.encode(word, False)) > 1][:20]
+    assert longer and all(len(BadWords(tokenizer).sequences([word])) == 1 for word in longer)
+    for word in (*longer, "1234567", "zqxzqx"):
         plain = tokenizer.encode(word, False)
         spaced = tokenizer.encode(" " + word, False)
         both = len(plain) == len(spaced) and plain[0] != spaced[0]
