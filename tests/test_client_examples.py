@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from moesaic.models.files import resolve
@@ -26,6 +27,22 @@ FUNCTION = {
     "parameters": {"type": "object", "properties": PROPERTIES},
 }
 TOOL = {"type": "function", "function": FUNCTION}
+CITY, TABLE = {"city": {"type": "string"}}, {"people": {"type": "integer"}, "day": {"type": "string"}}
+REAL_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": text,
+            "parameters": {"type": "object", "properties": properties, "required": list(properties)},
+        },
+    }
+    for name, text, properties in (
+        ("get_weather", "Get the weather of a city.", CITY),
+        ("book_table", "Book a table in a restaurant.", TABLE),
+    )
+]
+"""Tools in words of the demo's training."""
 
 
 def list_curls() -> Iterator[list[str]]:
@@ -76,6 +93,46 @@ def test_every_curl_of_the_pages_is_answered() -> None:
             )
             assert answer.status_code == 200, (url, answer.text)
             assert "tools" not in json.loads(data) or has_called(answer.json()), answer.text
+
+
+def converse(
+    client: openai.OpenAI, question: str, results: dict[str, Any], before: Sequence[Any] = (), **more: Any
+) -> tuple[list[Any], str | None]:
+    """The calls and the last text of a conversation in which every tool returns what `results` has."""
+    create: Any = client.chat.completions.create
+    messages: list[Any] = [*before, {"role": "user", "content": question}]
+    options: Any = {"model": "demo", "tools": REAL_TOOLS, "temperature": 0, "max_tokens": 96, **more}
+    message = create(messages=messages, **options).choices[0].message
+    calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+    with client.chat.completions.stream(messages=messages, **options) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert calls == [(call.function.name, json.loads(call.function.arguments)) for call in streamed]
+    if not calls:
+        return calls, message.content
+    [call] = message.tool_calls
+    result = json.dumps(results[call.function.name])
+    messages += [message, {"role": "tool", "tool_call_id": call.id, "content": result}]
+    return calls, create(messages=messages, **options).choices[0].message.content
+
+
+@pytest.mark.slow
+def test_the_demo_calls_real_tools_through_openais_client() -> None:
+    """Nothing forces it: the parser is the one that `auto` chooses, and no grammar is used."""
+    results = {"get_weather": {"temperature": 12, "sky": "sunny"}, "book_table": {"status": "ok"}}
+    developer = {"role": "developer", "content": "You are a helpful assistant."}
+    no_thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+    with client_of("--tool-call-parser", "auto") as (client, info):
+        assert (info["tool_call_parser"], info["reasoning_parser"]) == ("hermes", None)
+        assert converse(client, "What is the weather in Oslo?", results) == (
+            [("get_weather", {"city": "Oslo"})],
+            "It is 12 degrees and sunny in Oslo.",
+        )
+        asked = "Reserve a table for 4 on Friday."
+        assert converse(client, asked, results, [developer], extra_body=no_thinking) == (
+            [("book_table", {"people": 4, "day": "Friday"})],
+            "The table for 4 people is booked for Friday.",
+        )
+        assert converse(client, "Play moon.", results) == ([], "None of my tools can do that.")
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,10 @@ def llm() -> LLM:
     return LLM("demo")
 
 
-def greedy(llm: LLM, prompts: list[str], tokens: int) -> list[str]:
-    params = SamplingParams(max_tokens=tokens, temperature=0.0)
-    return [answer.text for answer in llm.generate(prompts, params)]
-
-
-def as_served(llm: LLM, tokens: int) -> SamplingParams:
-    """A server takes the checkpoint's own sampling where a request says nothing."""
-    return replace(llm.default_sampling, max_tokens=tokens, seed=1)
+def greedy(llm: LLM, questions: list[str], tokens: int) -> list[str]:
+    """The greedy answers to questions, each of which begins a chat."""
+    chats: list[Any] = [[{"role": "user", "content": question}] for question in questions]
+    return [answer.text for answer in llm.chat(chats, SamplingParams(max_tokens=tokens, temperature=0.0))]
 
 
 def run(name: str, folder: Path, typed: str = "") -> str:
@@ -58,13 +55,13 @@ def test_each_is_run_here() -> None:
 
 @pytest.mark.slow
 def test_a_chat_remembers(tmp_path: Path, llm: LLM) -> None:
-    questions = ["Tom has 3 apples. How many?", "Why?"]
+    questions = ["Tom has 3 apples and buys 4 more. How many apples does he have?", "Thank you!"]
     printed = run("chat.py", tmp_path, typed="\n".join(questions))
     messages: list[dict[str, str]] = []
     wanted = ""
     for question in questions:
         messages.append({"role": "user", "content": question})
-        [answer] = llm.chat([messages], as_served(llm, 48))
+        [answer] = llm.chat([messages], SamplingParams(max_tokens=64, temperature=0.0))
         messages.append({"role": "assistant", "content": answer.text})
         wanted += answer.text + "\n"
     assert printed == wanted
@@ -73,7 +70,7 @@ def test_a_chat_remembers(tmp_path: Path, llm: LLM) -> None:
 @pytest.mark.slow
 def test_a_batch_is_answered(tmp_path: Path, llm: LLM) -> None:
     printed = run("batch.py", tmp_path).splitlines()
-    answers = greedy(llm, [f"{number} + {number} =" for number in range(8)], 8)
+    answers = greedy(llm, [f"What is {number} + {number}?" for number in range(8)], 24)
     assert sorted(line for line in printed if line.startswith("sum-")) == [
         f"sum-{number} {answer!r}" for number, answer in enumerate(answers)
     ]
@@ -85,14 +82,17 @@ def test_a_server_is_killed_and_the_answer_stays(tmp_path: Path, llm: LLM) -> No
     answer, said = printed.rsplit("\n", 2)[:2]
     assert said == "the same answer as without the kill: True"
     assert "[killed expert server 0]" in answer
-    [wanted] = llm.generate(["def add(a, b):"], as_served(llm, 256))
+    # A server takes the checkpoint's own sampling where a request says nothing.
+    params = replace(llm.default_sampling, max_tokens=256, seed=1, ignore_eos=True)
+    [wanted] = llm.generate(["def add(a, b):"], params)
     assert answer.replace("[killed expert server 0]", "") == wanted.text
 
 
 @pytest.mark.slow
 def test_what_was_profiled_is_placed_and_served(tmp_path: Path, llm: LLM) -> None:
     printed = run("profile_place_serve.py", tmp_path)
-    assert f"answer: {greedy(llm, ['Tom has 5 apples'], 16)[0]!r}" in printed
+    asked = "Tom has 5 apples and buys 4 more. How many apples does he have?"
+    assert f"answer: {greedy(llm, [asked], 48)[0]!r}" in printed
     held = re.findall(r"^expert server \d holds, of layer 0, experts (.*)$", printed, flags=re.MULTILINE)
     numbers = [number for text in held for part in text.split(", ") for number in expanded(part)]
     assert len(held) == 2 and sorted(numbers) == list(range(24))
@@ -108,8 +108,21 @@ def expanded(part: str) -> range:
 def test_a_model_larger_than_its_memory_answers(tmp_path: Path, llm: LLM) -> None:
     printed = run("larger_than_memory.py", tmp_path)
     assert printed.endswith("the same answers as with the model in memory: True\n")
-    for number, answer in enumerate(greedy(llm, [f"Tom has {number} apples" for number in range(4)], 16)):
+    asked = "Tom has {} apples and buys 4 more. How many apples does he have?"
+    answers = greedy(llm, [asked.format(number) for number in range(3, 7)], 48)
+    for number, answer in enumerate(answers, 3):
         assert f"{number} {answer!r}" in printed
+
+
+@pytest.mark.slow
+def test_tools_are_called_and_their_results_said(tmp_path: Path) -> None:
+    assert run("tools.py", tmp_path).splitlines() == [
+        'get_weather {"city": "Oslo"}',
+        "It is 12 degrees and sunny in Oslo.",
+        'book_table {"people": 4, "day": "Friday"}',
+        "The table for 4 people is booked for Friday.",
+        "None of my tools can do that.",
+    ]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def test_its_commands_are_understood(line: str, tmp_path: Path, monkeypatch: pyt
 
 def test_its_programs_and_pictures_exist() -> None:
     others = [shlex.split(line) for line in COMMANDS if not line.startswith("moesaic")]
-    assert all((ROOT / words[1]).is_file() for words in others) and len(others) == 2
+    assert all((ROOT / words[1]).is_file() for words in others) and len(others) == 3
     assert len(PICTURES) == len(set(PICTURES)) == 4
     for name in PICTURES:
         assert 0 < (ROOT / "docs" / name).stat().st_size <= gallery.MOST_BYTES

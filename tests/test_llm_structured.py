@@ -42,7 +42,7 @@ BUDGET = ReasoningBudget(20, "<think>", ("</think>",), (3597, 448, 987, 32), sta
 
 def params(index: int, form: dict[str, Any] | None) -> SamplingParams:
     return SamplingParams(
-        max_tokens=300,
+        max_tokens=200,
         temperature=0.7 * (index % 3),
         seed=index,
         structured_outputs=form,
@@ -101,7 +101,7 @@ def test_together_they_have_the_bits_that_they_have_alone(settings: dict[str, An
 @pytest.mark.slow
 def test_preempted_requests_go_on(alone: list[Any]) -> None:
     """The cache holds one request of the longest length, so most of them are preempted again and again."""
-    model = LLM("demo", threads=1, kv_cache_memory="512KiB", max_model_len=160, block_size=4, max_num_seqs=6)
+    model = LLM("demo", threads=1, kv_cache_memory="640KiB", max_model_len=208, block_size=4, max_num_seqs=6)
     assert answers(model, list(range(len(FORMS)))) == alone
     assert model.stats().preemptions > 0
 

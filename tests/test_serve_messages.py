@@ -32,7 +32,7 @@ def post(client: openai.OpenAI, path: str, **body: Any) -> httpx.Response:
 
 @pytest.mark.slow
 def test_the_demo_is_forced_to_call(tmp_path: Path) -> None:
-    """The model has never seen a call. Streamed and whole answers are the same."""
+    """The model knows another form of tools. Streamed and whole answers are the same."""
     file = tmp_path / "template.jinja"
     file.write_text(f"{TEMPLATE}{{# <tool_call> #}}")
     with client_of("--chat-template", str(file), "--reasoning-parser", "none") as (client, _):

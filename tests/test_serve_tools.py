@@ -102,7 +102,7 @@ def test_an_agent_and_a_model_that_calls_two_tools(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_model_is_forced_to_call(tmp_path: Path) -> None:
-    """The demo model has never seen a call. What forces it is the grammar."""
+    """The demo knows another form of calls. What forces it is the grammar."""
     file = tmp_path / "template.jinja"
     file.write_text(f"{TEMPLATE}{{# <tool_call> <function= #}}")
     with client_of("--chat-template", str(file), "--reasoning-parser", "none") as (client, info):

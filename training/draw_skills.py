@@ -20,6 +20,7 @@ import torch
 from demo_routing import distances
 from moesaic.commands.panels import SHADES, WIDTH, Panel, cells, page
 
+TITLE = "Which experts each skill of the demo chooses, by layer"
 COLUMNS = 3
 LEFT, TOP, RIGHT, ROW = 82, 46, 20, 17
 """Places and sizes in a panel, in pixels. ROW: the height of one skill."""
@@ -109,8 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("picture", type=Path, help="SVG file to write")
     options = parser.parse_args(arguments)
     shares = read_shares(options.evaluation)
-    title = "Which experts each skill of the demo chooses, by layer"
-    options.picture.write_text(draw(title, shares), encoding="utf-8")
+    options.picture.write_text(draw(TITLE, shares), encoding="utf-8")
     said = ", ".join(f"{distance:.3f}" for distance in mean_distances(shares))
     print(f"{options.picture}: {len(shares)} skills; mean distance of two by layer {said}")
     return 0

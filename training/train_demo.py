@@ -73,9 +73,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text-rows", type=int, default=1, help="windows of each domain in a step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a window of text")
     parser.add_argument("--long-share", type=float, default=0.15, help="last part, with doubled --length")
-    parser.add_argument("--skill-rows", type=int, default=8, help="windows of skills in a step")
+    parser.add_argument("--skill-rows", type=int, default=10, help="windows of skills in a step")
     parser.add_argument("--skill-length", type=int, default=320, help="tokens of a window of skills")
-    parser.add_argument("--skill-weight", type=float, default=0.5, help="part of the loss that skills have")
+    parser.add_argument("--skill-weight", type=float, default=0.65, help="part of the loss that skills have")
     parser.add_argument("--matrix-rate", type=float, default=0.015)
     parser.add_argument("--other-rate", type=float, default=0.004)
     parser.add_argument("--balance", type=float, default=0.005)
@@ -226,6 +226,8 @@ class Run:
             return
         state = torch.load(self.options.state, weights_only=True)
         record = self.record()
+        for saved in (state["record"], record):
+            saved["settings"].pop("minutes")  # more minutes go on, from the rate that they have there
         for name, value in state["record"].items():
             if value != record[name]:
                 raise SystemExit(f"--state {self.options.state}: its {name} differ from this command's")

@@ -6,8 +6,8 @@
 Programs are looked for beside this Python, in `node_modules` of the working directory, and in PATH. node
 finds its packages in the working directory. A browser is `chromium` in PATH.
 
-Libraries and load generators ask the demo, with a chat template that takes tools. Its answers are nonsense of
-the right form: grammars force the calls. Frameworks and coding agents ask a made checkpoint of a long context
+Libraries and load generators ask the demo. It calls tools by itself, and where a schema is strange to it, a
+grammar forces the call. Frameworks and coding agents ask a made checkpoint of a long context
 (`checkpoint.py`), agents through a relay that forces calls (`relay.py`). Prints a line for each thing that a
 client did. Exits 1 if one of them failed. A client that is not installed is left out.
 """
@@ -27,16 +27,6 @@ from pathlib import Path
 from scripts.other_clients import coding_agents, frameworks, libraries, programs
 
 Client = Callable[[str], Iterator[tuple[str, Callable[[], object]]]]
-
-TEMPLATE = """{% if tools %}<|im_start|>system
-Tools: {% for t in tools %}{{ t | tojson }}{% endfor %}
-A call is <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>
-{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
 
 CLIENTS = {
     "openai": libraries.of_openai,
@@ -72,9 +62,8 @@ def main() -> int:
         parser.error(f"--only {options.only}: {unknown[0]} is none of {', '.join(names)}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        template, made = folder / "tools.jinja", folder / "made"
-        template.write_text(TEMPLATE, encoding="utf-8")
-        demo = ["demo", "--chat-template", str(template), "--enable-tokenizer-info-endpoint"]
+        made = folder / "made"
+        demo = ["demo", "--enable-tokenizer-info-endpoint"]
         failed = try_clients(options.moesaic, [*demo, "--allowed-origins", "*"], CLIENTS, chosen)
         made.mkdir()
         python = options.moesaic.parent / "python"

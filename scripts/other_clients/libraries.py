@@ -28,6 +28,14 @@ TOOL: Any = {
     "function": {"name": "get_weather", "description": "Weather", "parameters": CITY},
 }
 
+WEATHER: Any = {
+    "name": "get_weather",
+    "description": "Get the weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+"""A tool that the demo calls by itself, as nothing forces it to."""
+RESULT, SAID = json.dumps({"temperature": 12, "sky": "sunny"}), "It is 12 degrees and sunny in Bern."
+"""What that tool returns, and what the demo says of it."""
 ANTHROPIC_TOOL: Any = {"name": "get_weather", "description": "Weather", "input_schema": CITY}
 
 
@@ -47,22 +55,28 @@ def of_openai(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
         city: Literal["Bern", "Basel"]
         days: Annotated[int, Field(ge=1, le=9)]
 
+    own: Any = {"model": "demo", "tools": [{"type": "function", "function": WEATHER}], "temperature": 0}
+
     def call() -> None:
+        answer = client.chat.completions.create(messages=ASK, max_tokens=200, **own)
+        [called] = answer.choices[0].message.tool_calls
+        assert json.loads(called.function.arguments) == {"city": "Bern"}, called
+        result = {"role": "tool", "tool_call_id": called.id, "content": RESULT}
+        again = [*ASK, answer.choices[0].message.model_dump(exclude_none=True), result]
+        said = client.chat.completions.create(messages=again, max_tokens=40, **own).choices[0].message.content
+        assert said == SAID, said
+
+    def streamed() -> None:
+        pieces = client.chat.completions.create(messages=ASK, max_tokens=200, stream=True, **own)
+        deltas = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or []]
+        arguments = "".join(one.function.arguments or "" for one in deltas if one.index == 0)
+        assert json.loads(arguments) == {"city": "Bern"}, arguments
+
+    def forced() -> None:
         answer = client.chat.completions.create(
             model="demo", messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=200
         )
-        [called] = answer.choices[0].message.tool_calls[:1]
-        is_city(called.function.arguments)
-        result = {"role": "tool", "tool_call_id": called.id, "content": "sunny"}
-        again = [*ASK, answer.choices[0].message.model_dump(exclude_none=True), result]
-        client.chat.completions.create(model="demo", messages=again, tools=[TOOL], max_tokens=20)
-
-    def streamed() -> None:
-        pieces = client.chat.completions.create(
-            model="demo", messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=200, stream=True
-        )
-        deltas = [call for piece in pieces for call in piece.choices[0].delta.tool_calls or []]
-        is_city("".join(one.function.arguments or "" for one in deltas if one.index == 0))
+        is_city(answer.choices[0].message.tool_calls[0].function.arguments)
 
     def parsed() -> None:
         answer = client.chat.completions.parse(
@@ -84,6 +98,7 @@ def of_openai(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
     yield "call a tool and send its result back", call
     yield "a streamed call", streamed
+    yield "a call that is forced to a schema", forced
     yield "parse with a pydantic model", parsed
     yield "responses.create with a tool", response
     yield "responses.stream", response_stream
@@ -93,23 +108,23 @@ def of_anthropic(url: str) -> Iterator[tuple[str, Callable[[], object]]]:
     import anthropic
 
     client: Any = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-    tool = ANTHROPIC_TOOL
+    tool = {key: value for key, value in WEATHER.items() if key != "parameters"}
+    own: Any = {"model": "demo", "tools": [tool | {"input_schema": WEATHER["parameters"]}]}
 
     def call() -> None:
-        counted = client.messages.count_tokens(model="demo", messages=ASK, tools=[tool])
-        answer = client.messages.create(
-            model="demo", messages=ASK, tools=[tool], tool_choice={"type": "any"}, max_tokens=200
-        )
+        counted = client.messages.count_tokens(messages=ASK, **own)
+        answer = client.messages.create(messages=ASK, max_tokens=200, temperature=0, **own)
         assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
         used = next(block for block in answer.content if block.type == "tool_use")
-        is_city(used.input)
-        result = {"type": "tool_result", "tool_use_id": used.id, "content": "sunny"}
+        assert used.input == {"city": "Bern"}, used
+        result = {"type": "tool_result", "tool_use_id": used.id, "content": RESULT}
         again = [
             *ASK,
             {"role": "assistant", "content": answer.content},
             {"role": "user", "content": [result]},
         ]
-        client.messages.create(model="demo", messages=again, tools=[tool], max_tokens=20)
+        said = client.messages.create(messages=again, max_tokens=40, temperature=0, **own)
+        assert said.content[0].text == SAID, said
 
     def streamed() -> None:
         with client.messages.stream(model="demo", messages=ASK, max_tokens=20) as stream:
