@@ -162,3 +162,22 @@ def test_integer_linears_have_the_bits_of_the_slow_ones(name: str, dtype: str) -
         for count, threads in ((1, 1), (2, 2), (8, 1), (9, 2), (16, 1), (24, 2), (25, 1), (100, 2)):
             kernels.set_threads(threads, False)
             assert same_bits(kernels.linear(rows[:count], weight, bias), wanted[:count]), count
+
+
+@each_integer_set
+@pytest.mark.parametrize("dtype", [name for name in BLOCK_TYPES if name not in GROUP_TYPES])
+def test_the_largest_codes_of_blocks_do_not_overflow(name: str, dtype: str) -> None:
+    """Sums have 16 bits for a while, so all numbers of a row and of a block are the largest here."""
+    kernels, kind = table.pick("cpu", name), BLOCK_TYPES[dtype]
+    columns, numbers = 16, 256
+    for byte in (0x00, 0x80, 0xFF):
+        stored = np.full((columns * numbers // kind.numbers, kind.size), byte, np.uint8)
+        for place in HALVES.get(dtype, (0,)):
+            stored[:, place : place + 2] = np.array([0.01], "<f2").view(np.uint8)
+        if dtype == "mxfp4_e8m0":
+            stored[:, 0] = 120
+        weight = QuantizedMatrix(torch.from_numpy(stored.reshape(columns, -1)), numbers, dtype)
+        rows = torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]).repeat(1, numbers)
+        wanted = integer_products.linear(rows, weight, None)
+        for count in (1, 2, 4):
+            assert same_bits(kernels.linear(rows[:count], weight, None), wanted[:count]), (byte, count)
