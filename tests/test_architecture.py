@@ -39,7 +39,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "kernels": ("core", "core.gpu_parts"),
     "models": ("core", "kernels", "config.environment"),  # digests are kept in the user's cache folder
     # The spec says how wide a token's keys and values are. A block attends over what its layer keeps.
-    "models.kvcache": ("core", "kernels", "models.block", "models.spec"),
+    "models.kvcache": ("core", "kernels", "models.block", "models.pages", "models.spec"),
     "transport": ("core",),
     "trace": ("config", "core"),
     "experts.collectives": ("core", "transport", "policy.placement.shuffle"),

@@ -137,6 +137,7 @@ def test_json_carries_every_setting() -> None:
         ("--threads", lambda: WorkerConfig(ModelConfig("m", threads=0))),
         ("--threads", lambda: WorkerConfig(ModelConfig("m", threads=99999))),
         ("--kv-cache-memory", lambda: WorkerConfig(ModelConfig("m"), CacheConfig("much"))),
+        ("--memory-division", lambda: OffloadConfig("1GiB", memory_division="never")),
         ("--hot-experts", lambda: OffloadConfig("1GiB", hot_experts="")),
         ("--queue-urgency", lambda: QueueConfig(queue_urgency=-1)),
         ("--queue-history", lambda: QueueConfig(queue_history=-1)),

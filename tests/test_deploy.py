@@ -45,7 +45,7 @@ WITHOUT_A_PANEL = {
         "refused_connections",
         "supervisor_restarts",
     ),
-    "listed_experts",
+    *("listed_experts", "resident_experts", "memory_divisions"),
     *("prefix_disk_hits", "prefix_disk_read_bytes", "prefix_disk_written_bytes"),
     *("prefix_disk_dropped_blocks", "prefix_disk_damaged_entries"),
     *("spec_decode_num_drafts", "spec_decode_num_accepted_tokens_per_pos"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 
 from moesaic import LLM, RequestOutput, SamplingParams
-from moesaic.core.offload import Choice, Load, Offload
+from moesaic.core.offload import BlockNeeds, Choice, Division, DivisionPrices, Load, Offload
 from moesaic.kernels import table
+from moesaic.policy.offloading.dividing import Dividing
 from tests.support import model_configs, pairs, tiny_models
 from tests.support.tiny_checkpoints import MODELS, MORE, Written
 
@@ -24,6 +26,8 @@ BESIDE = replace(CORES, slow_attention=False)
 """The same, attention on the fast core: the cache moves."""
 CHOICES = Choice("on-demand", 1, 2, (1.0, 9.0)), Choice("cgopipe", 2, 0, (9.0, 1.0))
 """Two ways to compute decode steps: for few requests, and for many."""
+PRICES = DivisionPrices((1, 8), (0.01, 0.02), 0.01, layers=4, num_experts=8, top_k=2)
+"""With which experts have more memory than the cache, whatever it costs to read them."""
 POLICIES = {
     "pages": DISK,
     "one micro-batch": replace(DISK, micro_batch=8, micro_batches=1, prefill_rows=200),
@@ -35,6 +39,9 @@ POLICIES = {
     "on demand, hot ones stay": replace(DISK, schedule="on-demand", static_experts=1, hot=True),
     "revised by the load": replace(
         DISK, static_experts=1, hot=True, loads=(Load(2, 64), Load(8, 64)), choices=CHOICES
+    ),
+    "divided by the load": replace(
+        DISK, schedule="on-demand", static_experts=1, likely_experts=2, hot=True, division=PRICES
     ),
     "serial": replace(DISK, schedule="serial"),
     "s4": replace(DISK, schedule="s4"),
@@ -71,7 +78,8 @@ CASES = pairs.params(
     fast=[(FAST, "as weights", "pages", 23), (FAST, "as weights", "two cores", 512)],
 ) + pairs.params(
     MORE, ("as weights",),
-    ("pages", "padded, on demand", "two cores, the cache moves", "revised by the load"), (23,),
+    ("pages", "padded, on demand", "two cores, the cache moves", "revised by the load",
+     "divided by the load"), (23,),
 )  # fmt: skip
 needs_native = pytest.mark.skipif(not table.instruction_sets(), reason="no native kernels in this build")
 
@@ -145,6 +153,33 @@ def test_hot_experts_stay_and_the_load_revises_the_plan(checkpoints: Checkpoints
     assert found.plan.revisions >= 1 and found.plan.paged_steps and found.plan.on_demand_steps
     assert found.residency.exchanges >= 1 and 0 < found.residency.hits < found.residency.chosen
     assert found.residency.loaded_bytes > 0 and found.residency.held_bytes > 0
+
+
+class Wavering(Dividing):
+    """Takes another division before each step, at random among those that keep what is admitted."""
+
+    def choose(self, now: float, needs: BlockNeeds) -> Division:
+        blocks = needs.running_blocks if needs.running else sum(needs.waiting[:1])
+        allowed = [one for one in self._divisions if one.num_blocks >= max(blocks, needs.used_end)]
+        self._now = self._divisions.index(random.Random(now).choice(allowed or self._divisions[:1]))
+        return self.division
+
+
+@needs_native
+@pytest.mark.parametrize("name", pairs.some(MODELS, [FAST]))
+@pytest.mark.parametrize("policy", ["divided by the load", "divided, with pages"])
+def test_experts_that_give_way_at_every_step_change_no_float(
+    checkpoints: Checkpoints, name: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moesaic.runtime.offloaded_worker.Dividing", Wavering)
+    offload = POLICIES["divided by the load"]
+    if policy == "divided, with pages":
+        offload = replace(offload, schedule="cgopipe", likely_experts=0)
+    seats = {"max_num_seqs": offload.batch, "max_num_batched_tokens": 23}
+    llm = LLM(str(checkpoints.paths[name]), threads=1, max_model_len=128, offload=offload, **seats)
+    results = llm.generate(prompts(), [params(i) for i in range(len(prompts()))])
+    assert [floats(result.outputs[0]) for result in results] == checkpoints.wanted(name, "auto")
+    assert llm.stats().experts.plan.divisions > 3
 
 
 @needs_native

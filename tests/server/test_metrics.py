@@ -129,6 +129,7 @@ def test_names_are_vllms_with_our_prefix() -> None:
             ),
             *("expert_bytes", "chosen_experts", "chosen_experts_in_memory", "expert_exchanges"),
             *("plan_revisions", "offloaded_decode_steps", "micro_batch_size", "listed_experts"),
+            *("memory_divisions", "resident_experts"),
             *("e2e_request_latency_seconds", "request_queue_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds"),
             *("request_prompt_tokens", "request_generation_tokens"),

@@ -18,6 +18,7 @@ from moesaic.policy.scheduling.kvblocks import KVBlocks, block_contents
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
+    Divide,
     Emit,
     Event,
     KeepPrefixes,
@@ -31,7 +32,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     StepFailed,
     StepPlan,
 )
-from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
+from moesaic.policy.scheduling.schedulers.lockstep import Divider, LockstepScheduler
 from moesaic.policy.scheduling.speculation import Speculation
 from moesaic.policy.scheduling.stored_prefixes import PrefixChanges, chain_digests
 from tests.support.toy_model import EMPTY, alone, hashes, mix, sample
@@ -77,6 +78,7 @@ class FakeExecutor:
         prefix_reuse: bool = True,
         speculation: Speculation | None = None,
         stored_root: bytes | None = None,
+        divider: Divider | None = None,
     ) -> None:
         self.limits = limits
         self.blocks = KVBlocks(num_blocks, block_size, prefix_reuse, stored_root)
@@ -88,7 +90,7 @@ class FakeExecutor:
         self.digests: dict[int, list[bytes]] = {}
         """Request -> digests of its first blocks, which were on the disk when it arrived."""
         self.reading: list[ReadPrefix] = []
-        self.scheduler = LockstepScheduler(limits, self.blocks, speculation=speculation)
+        self.scheduler = LockstepScheduler(limits, self.blocks, speculation=speculation, divider=divider)
         self.kv = np.full((num_blocks, block_size), -1, dtype=np.int64)
         self.clients: dict[int, Client] = {}
         self.held: set[int] = set()
@@ -99,6 +101,7 @@ class FakeExecutor:
         self.steps = 0
         self.now = 0.0
         self.preempted = 0
+        self.divisions = 0
         self.reused = 0
         self.log: list[tuple[Event, float, list[Action]]] = []
 
@@ -200,6 +203,7 @@ class FakeExecutor:
         order = [
             (KeepPrefixes, Emit, Release, Admit, ReadPrefix, RunStep).index(type(action))
             for action in actions
+            if not isinstance(action, Divide)
         ]
         assert order == sorted(order)
         for action in actions:
@@ -220,6 +224,11 @@ class FakeExecutor:
                 self._keep(changes)
             case ReadPrefix():
                 self.reading.append(action)
+            case Divide(division):
+                assert self.under_way is None and self.blocks.num_blocks == division.num_blocks
+                assert not any(block >= division.num_blocks for block in self.unwritten)
+                self.kv[division.num_blocks :] = -1
+                self.divisions += 1
             case RunStep(plan):
                 assert self.under_way is None
                 assert plan.step == self.steps

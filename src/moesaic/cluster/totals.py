@@ -51,7 +51,10 @@ def counters_only(stats: WorkerStats) -> WorkerStats:
         waiting=0,
         blocks=replace(stats.blocks, num_total=0, num_free=0, num_cached=0, num_used=0),
         states=StateStats(),
-        experts=replace(stats.experts, plan=replace(stats.experts.plan, micro_batch=0, listed_experts=0)),
+        experts=replace(
+            stats.experts,
+            plan=replace(stats.experts.plan, micro_batch=0, listed_experts=0, resident_experts=0),
+        ),
         speculation=replace(stats.speculation, prices=()),
         transfers=replace(stats.transfers, held_bytes=0),
     )

@@ -39,7 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "A model larger than memory": (
         *("--fast-memory", "--hardware", "--profile", "--offload-schedule", "--micro-batch-size"),
-        *("--micro-batches", "--hot-experts", "--pad"),
+        *("--micro-batches", "--memory-division", "--hot-experts", "--pad"),
     ),
     "Batching": (
         *("--max-num-seqs", "--max-num-batched-tokens", "--prefill-step-ms", "--max-queue"),

@@ -39,6 +39,7 @@ KernelName = Literal[
     "triton",
 ]
 CudagraphMode = Literal["piecewise", "full"]
+MemoryDivision = Literal["follow", "fixed"]
 OffloadSchedule = Literal["auto", "cgopipe", "in-place", "on-demand", "split", "s2", "s3", "s4", "serial"]
 MetricsPrefix = Literal["moesaic:", "vllm:"]
 LogLevel = Literal["debug", "info", "warning", "error"]

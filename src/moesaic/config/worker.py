@@ -21,6 +21,7 @@ from moesaic.config.values import (
     KernelName,
     KVRole,
     LogLevel,
+    MemoryDivision,
     OffloadSchedule,
     QueuePolicyName,
     RelayUse,
@@ -255,6 +256,9 @@ class OffloadConfig:
     """File that keeps how often each expert was chosen, from one start with --fast-memory to the next; those
     chosen most often stay in memory first. auto: one for each model, in ~/.cache/moesaic/hot-experts. off:
     nothing is read or written."""
+    memory_division: MemoryDivision = "follow"
+    """How --fast-memory divides memory between experts and KV cache while a server runs on a CPU. follow: by
+    the requests that are there, between steps. fixed: as planned for --max-num-seqs requests."""
     pad: bool = False
     """Pad every prompt to the longest one, with --fast-memory, as MoE-Lightning(p) does, to measure what
     padding costs. Padding passes all layers and experts and fills the cache; no answer changes. Logits are
@@ -264,6 +268,7 @@ class OffloadConfig:
         if self.fast_memory not in (None, "auto"):
             parse_bytes("--fast-memory", self.fast_memory)
         require_one_of("--offload-schedule", self.offload_schedule, get_args(OffloadSchedule))
+        require_one_of("--memory-division", self.memory_division, get_args(MemoryDivision))
         if not self.hot_experts:
             raise ConfigError.field("--hot-experts", self.hot_experts, "auto, off or a file")
         for name in vars(self):

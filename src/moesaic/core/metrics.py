@@ -113,6 +113,10 @@ class PlanStats:
     """Experts that were in memory at the start because an earlier run had chosen them most often."""
     revisions: int = 0
     """Times that the plan was revised because the load had changed."""
+    resident_experts: int = 0
+    """Experts of each layer that may stay in memory now. 0 where the whole model is in memory."""
+    divisions: int = 0
+    """Times that memory was divided anew between experts and KV cache because the load had changed."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,64 @@ class SplitPrices:
 
 
 @dataclass(frozen=True)
+class Division:
+    """How memory is divided between experts that stay on the fast level and the KV cache."""
+
+    residents: int
+    """Experts of each layer that may stay."""
+    num_blocks: int
+    """Blocks of the KV cache."""
+
+
+@dataclass(frozen=True)
+class DivisionPrices:
+    """Predictions that decide how memory is divided anew while a server runs."""
+
+    requests: tuple[int, ...]
+    """Numbers of requests, ascending."""
+    compute_seconds: tuple[float, ...]
+    """Predicted seconds of a decode step of so many requests that reads no expert."""
+    read_seconds: float
+    """Predicted seconds to read one expert."""
+    layers: int
+    """Layers with routed experts."""
+    num_experts: int
+    """Experts of each of them."""
+    top_k: float
+    """Experts that a row chooses in each of them, in the mean."""
+
+    @classmethod
+    def from_json(cls, parts: Mapping[str, Any]) -> DivisionPrices:
+        """Prices from parsed JSON."""
+        pairs = {name: tuple(parts[name]) for name in ("requests", "compute_seconds")}
+        return cls(**{**parts, **pairs})
+
+
+@dataclass(frozen=True)
+class ExpertReads:
+    """What reading experts costs now, as the steps of a worker measured it."""
+
+    seconds: float
+    """Seconds to read one expert."""
+    shares: tuple[float, ...]
+    """[E] share of choices that the hottest, the second and so on expert of a layer has; mean of layers."""
+
+
+@dataclass(frozen=True)
+class BlockNeeds:
+    """KV blocks that requests need now and for their next tokens."""
+
+    running: tuple[int, ...] = ()
+    """Blocks of each request that runs, in order of arrival. A block that several share counts for each."""
+    running_blocks: int = 0
+    """Blocks of all of them together. A shared block counts once."""
+    waiting: tuple[int, ...] = ()
+    """Blocks of each request that waits and may be admitted, in order of arrival."""
+    used_end: int = 0
+    """Number of the highest block that is used, plus one. A smaller cache would lose that block."""
+
+
+@dataclass(frozen=True)
 class Offload:
     """A policy of `policy.offloading.policies`, and the memory levels that run it.
 
@@ -101,6 +159,8 @@ class Offload:
     """The loads for which `choices` have prices. Empty: all decode steps are computed as above."""
     choices: tuple[Choice, ...] = ()
     """Ways to compute decode steps, of which the load decides. All of them fit into the memory."""
+    division: DivisionPrices | None = None
+    """Predictions that decide how memory is divided anew between steps. None: it stays as planned."""
 
     @classmethod
     def from_json(cls, parts: Mapping[str, Any]) -> Offload:
@@ -108,7 +168,8 @@ class Offload:
         loads = tuple(Load(**one) for one in parts["loads"])
         choices = tuple(Choice(**one | {"seconds": tuple(one["seconds"])}) for one in parts["choices"])
         prices = None if parts["prices"] is None else SplitPrices.from_json(parts["prices"])
-        return cls(**{**parts, "loads": loads, "choices": choices, "prices": prices})
+        division = None if parts["division"] is None else DivisionPrices.from_json(parts["division"])
+        return cls(**{**parts, "loads": loads, "choices": choices, "prices": prices, "division": division})
 
     @property
     def batch(self) -> int:

@@ -123,6 +123,10 @@ class Operations:
         self._task_functions = self._functions_by_phase[prefill]
         self._post_attention.begin(parts, turn, prefill)
 
+    def forget_prefetched(self) -> None:
+        """Counts no expert as loaded before its layer's gate has chosen."""
+        self._prefetched_experts = NOTHING_PREFETCHED
+
     def __call__(self, task: Task) -> None:
         try:
             if task.kind is Kind.STAGE_PAGE:

@@ -91,6 +91,8 @@ class Passes:
         self._stats: dict[tuple[bool, int, int], PassStats] = {}
         self.decode_steps = [0, 0]
         """Decode steps so far that loaded chosen experts, and those that loaded pages."""
+        self.link_seconds = 0.0
+        """Seconds so far in which weights were loaded."""
 
     def run(self, batch: TokenBatch) -> torch.Tensor:
         """Runs one step and writes the cache of all its rows.
@@ -136,6 +138,11 @@ class Passes:
         """
         self._settings = replace(self._settings, policy=policy)
         self._operations.most_likely = policy.likely_experts
+
+    def forget_loaded(self) -> None:
+        """Loads again what was loaded for the next pass: its memory was moved. No pass may run meanwhile."""
+        self._first = None
+        self._operations.forget_prefetched()
 
     @property
     def residency(self) -> ResidencyStats:
@@ -195,6 +202,7 @@ class Passes:
         context = int(step_batch.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
         busy = {BUSY_NAMES[lane]: sum(timeline.busy[lane] for timeline in times) for lane in Lane}
+        self.link_seconds += busy[BUSY_NAMES[Lane.LINK_DOWN]]
         self.decode_steps[self._settings.policy.schedule not in ("on-demand", "split")] += not key[0]
         self._stats[key] = replace(
             old,

@@ -1,7 +1,8 @@
 """Plans a server with a model larger than its fast memory, and prices its steps at several loads.
 
-The memory is divided once, for as many requests as may run at the same time. How decode steps are computed
-is chosen again while the load changes (`policy.offloading.revising`), by the prices that are computed here.
+The memory is divided for as many requests as may run at the same time. While the load changes it is divided
+anew (`policy.offloading.dividing`), and how decode steps are computed is chosen again
+(`policy.offloading.revising`), by the prices that are computed here.
 
 Question: How are the ways to compute a step priced for `serve --fast-memory`?
 """
@@ -13,7 +14,7 @@ from dataclasses import replace
 
 from moesaic.config import OffloadConfig, SchedulerConfig, WorkerConfig
 from moesaic.core.errors import ConfigError
-from moesaic.core.offload import Choice, Load
+from moesaic.core.offload import Choice, DivisionPrices, Load
 from moesaic.cost.hardware import Hardware
 from moesaic.planning.outlook import GENERATE, PROMPT
 from moesaic.planning.plan import WorkerPlan, longest_request, plan
@@ -59,7 +60,13 @@ def plan_server(
     if gpus or worker.parallel.tensor_parallel_size > 1:
         return worker_plan
     loads = _loads(worker_plan)
-    offload = replace(offload, hot=True, loads=loads, choices=_choices(worker_plan, options, loads))
+    offload = replace(
+        offload,
+        hot=True,
+        loads=loads,
+        choices=_choices(worker_plan, options, loads),
+        division=_price_division(worker_plan, loads) if options.memory_division == "follow" else None,
+    )
     return replace(worker_plan, worker=replace(worker_plan.worker, offload=offload))
 
 
@@ -87,6 +94,29 @@ def _choices(worker_plan: WorkerPlan, options: OffloadConfig, loads: tuple[Load,
             tuple(_pricing(worker_plan, load).step(_fit_to_load(policy, load)).seconds for load in loads),
         )
         for key, policy in best.items()
+    )
+
+
+def _price_division(worker_plan: WorkerPlan, loads: tuple[Load, ...]) -> DivisionPrices:
+    """Predicts what dividing memory goes by: steps that read no expert, at the shortest contexts."""
+    model, price = worker_plan.model, worker_plan.price
+    shortest = min(load.context for load in loads)
+    loads = tuple(load for load in loads if load.context == shortest)
+    policy = replace(
+        price.policy, schedule="on-demand", static_experts=model.experts, micro_batch=1, likely_experts=0
+    )
+    return DivisionPrices(
+        tuple(load.requests for load in loads),
+        tuple(
+            _pricing(worker_plan, load)
+            .step(replace(policy, micro_batch=load.requests, micro_batches=1))
+            .seconds
+            for load in loads
+        ),
+        _pricing(worker_plan, loads[0]).durations.read_seconds,
+        layers=model.moe_layers,
+        num_experts=model.experts,
+        top_k=model.top_k,
     )
 
 

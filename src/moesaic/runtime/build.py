@@ -107,6 +107,7 @@ def _assemble(context: WorkerContext, parts: WorkerParts, constraints: Constrain
         predictor=parts.predictor,
         transfers=transfers,
         prefixes=prefixes,
+        divide=parts.divide,
     )
     return Worker(
         context.connection,

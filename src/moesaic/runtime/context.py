@@ -11,6 +11,7 @@ import torch
 from moesaic.config import WorkerConfig
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats
+from moesaic.core.offload import Division
 from moesaic.core.routing import RowSink
 from moesaic.experts.client import ExpertServers
 from moesaic.models.checkpoint import Progress
@@ -114,3 +115,5 @@ class WorkerParts:
     """Rows in flight of which some part may run alone, at least. 0: none ever does by its schedule."""
     predictor: Predictor | None = None
     """Drafts tokens with a layer of the model after each step. None: it has no such layer, or need not."""
+    divide: Callable[[Division], None] | None = None
+    """Divides memory between experts and KV blocks. None: it stays as it is."""

@@ -6,6 +6,7 @@ Question: What happens when logits are NaN?
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from moesaic.core import messages
+from moesaic.core.offload import Division
 from moesaic.core.request import NO_TOKEN, Request, TokenLogprob, TokenRoute
 from moesaic.experts.client import ExpertServers
 from moesaic.models.kvcache.memory import LayerMemory
@@ -22,6 +24,7 @@ from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
     BarrierPassed,
+    Divide,
     Emit,
     EnterBarrier,
     Event,
@@ -97,6 +100,7 @@ class Executor:
         predictor: Predictor | None = None,
         transfers: Transfers | None = None,
         prefixes: StoredPrefixes | None = None,
+        divide: Callable[[Division], None] | None = None,
     ) -> None:
         """layerwise: for schedulers that run the model segment by segment.
 
@@ -104,9 +108,9 @@ class Executor:
         memory: in which the layer is looked up where numbers that are not finite began. constraints: of
         structured outputs; None: no request has one. predictor: drafts tokens after each step; None: the
         model drafts none. transfers, prefixes: KV of other workers, and on a disk; None: there is none.
+        divide: divides memory between experts and KV blocks; None: it stays as it is.
         """
-        self._model = model
-        self._runner = runner
+        self._model, self._runner = model, runner
         self._device = device
         self._connection = connection
         self._constraints = constraints
@@ -115,12 +119,11 @@ class Executor:
         self._layerwise = layerwise
         self._recorder = recorder
         self._routes = TokenRoutes(()) if routes is None else routes
-        self._observer = observer
+        self._observer, self._memory = observer, memory
         self._logit_rows = logit_rows
-        self._memory = memory
         self._predictor = predictor
-        self._transfers = transfers or Transfers()
-        self._prefixes = prefixes or StoredPrefixes()
+        self._transfers, self._prefixes = transfers or Transfers(), prefixes or StoredPrefixes()
+        self._divide = divide
         self._scored_rows = min(SCORED_SLICE, logit_rows or SCORED_SLICE)
         self._events: list[Event] = []  # ends of runs that `progress` has not returned yet
         self._steps: dict[int, _OpenStep] = {}
@@ -143,6 +146,9 @@ class Executor:
                 self._prefixes.read(action)
             case KeepPrefixes():
                 self._prefixes.keep(action)
+            case Divide(division):
+                assert self._divide is not None
+                self._divide(division)
             case EnterBarrier():
                 self._servers.enter_barrier(action.work)
             case RunSegment():
@@ -278,7 +284,9 @@ class Executor:
             if routes := self._routes.collect(plan, new_tokens, result.expert_ids):
                 self._step_routes[plan.step] = routes
         self._observer.on_tokens_sampled(len(new_tokens.tokens))
-        step_done = StepDone(plan.step, new_tokens.tokens, new_tokens.counts)
+        step_done = StepDone(
+            plan.step, new_tokens.tokens, new_tokens.counts, expert_reads=result.expert_reads
+        )
         if self._predictor is None:
             self._transfers.on_step_computed(plan)
             return step_done

@@ -22,6 +22,7 @@ from moesaic.kernels import table
 from moesaic.models import files
 from moesaic.models.conversion import conversion_of
 from moesaic.models.headers import Headers
+from moesaic.models.kvcache.elastic_kv import ElasticKV
 from moesaic.models.kvcache.memory import CacheSize, HybridMemory, LayerMemory
 from moesaic.models.kvcache.paged_kv import PagedKV, SplitKV
 from moesaic.models.kvcache.states import StateCache
@@ -30,6 +31,7 @@ from moesaic.offload.arena import Arena
 from moesaic.offload.by_expert import StreamedByExpert
 from moesaic.offload.converted_experts import StreamedConvertedExperts
 from moesaic.offload.device import DeviceLink, DeviceMemory, StagedExperts, stream_of
+from moesaic.offload.elastic_experts import ElasticConvertedExperts, ElasticExperts
 from moesaic.offload.lanes import Setup
 from moesaic.offload.link import Link
 from moesaic.offload.operations import Exchanges
@@ -37,6 +39,7 @@ from moesaic.offload.paged_experts import PagedExperts
 from moesaic.offload.weights import StreamedExperts
 from moesaic.policy.offloading.residency import choose_residents
 from moesaic.policy.offloading.tasks import Lane
+from moesaic.runtime.divided_memory import DividedMemory
 from moesaic.runtime.hot_list import HotList, open_list
 from moesaic.runtime.machine import allowed_cpus, stay_on
 from moesaic.runtime.model_loading import LoadedModel, choose_kv_dtype
@@ -98,10 +101,12 @@ def build_levels(
     loaded_model: LoadedModel,
     layout: ExpertLayout,
     owned_experts: OwnedExperts | None = None,
+    division_plan: DividedMemory | None = None,
 ) -> Levels:
     """Make the levels and read the experts that stay on the fast one.
 
-    owned_experts: layer -> the experts of this process; None: all experts.
+    owned_experts: layer -> the experts of this process; None: all. division_plan: how memory may be divided
+    between steps, on a CPU over a disk; None: it stays as it is.
     """
     path = files.resolve(*config.model.source)
     experts_by_layer = owned_experts or {layer: range(layout.num_experts) for layer in layout.layers}
@@ -119,27 +124,46 @@ def build_levels(
             paged_experts.load_static()
             down_link.finish()
             exchanges = paged_experts if offload.hot else None
-            kernels = slow_kernels(config, loaded_model)
-            static = paged_experts.static
+            static, kernels = paged_experts.static, slow_kernels(config, loaded_model)
             return Levels(paged_experts, static, down_link, up_link, kernels, exchanges, hot_list=hot_list)
         staged_experts = StagedExperts(path, layout, static_lists, memory, down_link, owned_experts)
         staged_experts.load_static()
         kernels = slow_kernels(config, loaded_model)
         return Levels(staged_experts, static, down_link, up_link, kernels, is_staged=True, hot_list=hot_list)
+    if division_plan is not None:
+        return _build_elastic_levels(config, loaded_model, layout, static_lists, division_plan, hot_list)
     kind: type[StreamedExperts] = StreamedByExpert if offload.hot else StreamedExperts
     if conversion_of(Headers(path), layout) is not None:
         kind = StreamedConvertedExperts
     arena = Arena(max(kind.memory_for(path, layout, static_lists, owned_experts).total, 1 << 12))
-    paced_link, back_link = Link(offload.link), Link(offload.link)
-    link = None if offload.link is None else paced_link
+    links = Link(offload.link), Link(offload.link)
+    link = None if offload.link is None else links[0]
     streamed_experts = kind(path, layout, static_lists, arena, link=link, owned_experts=owned_experts)
     streamed_experts.load_static()
     kernels = slow_kernels(config, loaded_model)
-    links = paced_link, back_link
     if offload.hot and isinstance(streamed_experts, StreamedByExpert):
-        static = streamed_experts.static
-        return Levels(streamed_experts, static, *links, kernels, streamed_experts, hot_list=hot_list)
+        experts = streamed_experts
+        return Levels(experts, experts.static, *links, kernels, experts, hot_list=hot_list)
     return Levels(streamed_experts, static, *links, kernels, hot_list=hot_list)
+
+
+def _build_elastic_levels(
+    config: WorkerConfig,
+    loaded_model: LoadedModel,
+    layout: ExpertLayout,
+    static_lists: Mapping[int, Sequence[int]],
+    division_plan: DividedMemory,
+    hot_list: HotList,
+) -> Levels:
+    """The levels where experts give way to the KV cache. static_lists: the experts that stay first."""
+    path, divisions = files.resolve(*config.model.source), division_plan.divisions
+    converts = conversion_of(Headers(path), layout) is not None
+    kind = ElasticConvertedExperts if converts else ElasticExperts
+    places = divisions[0].residents, divisions[-1].residents
+    experts = kind(path, layout, static_lists, *places, division_plan.page)
+    experts.load_static()
+    links, kernels = (Link(), Link()), slow_kernels(config, loaded_model)
+    return Levels(experts, experts.static, *links, kernels, experts, hot_list=hot_list)
 
 
 def slow_kernels(config: WorkerConfig, loaded_model: LoadedModel) -> table.Kernels:
@@ -156,9 +180,15 @@ def slow_kernels(config: WorkerConfig, loaded_model: LoadedModel) -> table.Kerne
 
 
 def build_caches(
-    config: WorkerConfig, offload: Offload, loaded_model: LoadedModel, size: CacheSize
+    config: WorkerConfig,
+    offload: Offload,
+    loaded_model: LoadedModel,
+    size: CacheSize,
+    division_plan: DividedMemory | None = None,
 ) -> Caches:
     """What all layers keep: the KV cache on the levels that the policy names, and states on the fast one.
+
+    division_plan: how memory may be divided between steps. None: the cache keeps its memory.
 
     All of the KV cache's memory is allocated here, so the first pass does not wait for it. Raises ConfigError
     for a dtype that the kernels of that level cannot read.
@@ -175,9 +205,14 @@ def build_caches(
         choose_kv_dtype(CacheConfig(kv_cache_dtype=dtype_name), replace(loaded_model, kernels=kernels))  # type: ignore[arg-type]
     blocks = size.num_blocks
     fast = math.floor((1 - offload.slow_cache) * blocks) if 0 < offload.slow_cache < 1 else 0
-    kv = PagedKV(
-        spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, allocate_now=True
-    )
+    if division_plan is not None:
+        kv: PagedKV = ElasticKV(
+            spec.kv, spec.kv_layers, blocks, block_size, dtype, kernels, division_plan.page
+        )
+    else:
+        kv = PagedKV(
+            spec.kv, spec.kv_layers, blocks - fast, block_size, dtype, device, kernels, allocate_now=True
+        )
     if fast:
         device_and_kernels = loaded_model.device, loaded_model.kernels
         return Caches(

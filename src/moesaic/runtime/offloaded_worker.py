@@ -22,9 +22,11 @@ from moesaic.models import files, registry
 from moesaic.models.checkpoint import Progress
 from moesaic.models.conversion import conversion_of, sizes_of
 from moesaic.models.headers import COMPRESSED_ROWS, STORED, Headers
+from moesaic.models.kvcache.elastic_kv import ElasticKV
 from moesaic.models.spec import ModelSpec
 from moesaic.offload import converted_experts
 from moesaic.offload.caches import Cache, HybridCache, MovingCache, ResidentCache
+from moesaic.offload.elastic_experts import ElasticExperts
 from moesaic.offload.lanes import Lanes
 from moesaic.offload.operations import Operations
 from moesaic.offload.padding import PaddedMovingCache, PaddedResidentCache, Padding
@@ -32,6 +34,7 @@ from moesaic.offload.parts import UNPADDED, Rows
 from moesaic.offload.passes import Observe, Passes, PassSettings
 from moesaic.offload.post_attention import LocalPostAttention, PostAttention, SlowExperts, learn_nothing
 from moesaic.offload.splitting import Splitting
+from moesaic.policy.offloading.dividing import Dividing
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES, Schedule
 from moesaic.policy.offloading.policies import Policy
 from moesaic.policy.offloading.residency import HotExperts
@@ -39,6 +42,7 @@ from moesaic.policy.offloading.revising import Revising
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
+from moesaic.runtime.divided_memory import DividedMemory, MemoryMover, ReadMeter, divide_memory
 from moesaic.runtime.hot_list import ListKeeper
 from moesaic.runtime.memory_levels import (
     Caches,
@@ -140,9 +144,11 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     kv_dtype = choose_kv_dtype(config.cache, loaded_model)
     size = compute_cache_size(config, loaded_model, limits.max_model_len, kv_dtype)
     check_states(config, offload, loaded_model.model.spec)
-    caches = build_caches(config, offload, loaded_model, size)
+    path, spec = files.resolve(*config.model.source), loaded_model.model.spec
+    division_plan = divide_memory(config, path, layout, spec, size, kv_dtype, limits.max_model_len)
+    caches = build_caches(config, offload, loaded_model, size, division_plan)
     observer = make_observer(config.trace, context.clock)
-    runner = join(config, offload, loaded_model, layout, caches, observer.on_pass_ended)
+    runner = join(config, offload, loaded_model, layout, caches, observer.on_pass_ended, division_plan)
     if offload.choices:
         runner = replace(runner, revising=Revising(offload.loads, offload.choices))
     root = compute_root(config, loaded_model, kv_dtype)
@@ -152,7 +158,7 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, blocks),
+        LockstepScheduler(limits, blocks, divider=_make_divider(offload, division_plan, runner)),
         caches.memory(loaded_model.model.spec),
         stored_root=root,
         expert_stats=runner.stats,
@@ -160,7 +166,19 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
         logit_rows=offload.logit_rows,
         linger=0.0 if offload.choices else LINGER,
         expert_layout=layout,
+        divide=None if runner.mover is None else runner.mover.divide,
     )
+
+
+def _make_divider(
+    offload: Offload, division_plan: DividedMemory | None, runner: OffloadedRunner
+) -> Dividing | None:
+    if division_plan is None:
+        return None
+    assert offload.division is not None and runner.meter is not None
+    dividing = Dividing(division_plan.divisions, offload.division)
+    dividing.learn(runner.meter.read())
+    return dividing
 
 
 def keep_nothing() -> None:
@@ -183,6 +201,10 @@ class OffloadedRunner:
     """Called after each step, to keep what was learned."""
     listed_experts: int = 0
     """Experts that are in memory at the start because earlier runs chose them."""
+    mover: MemoryMover | None = None
+    """Divides memory between experts and KV cache. None: it stays as it is."""
+    meter: ReadMeter | None = None
+    """Measures what reading costs, where memory is divided."""
 
     def begin(self, batch: TokenBatch) -> WholeStep:
         """Begin a step, which is one pass over the model."""
@@ -201,6 +223,8 @@ class OffloadedRunner:
                 self.passes.policy.micro_batch,
                 self.listed_experts,
                 revising.revisions if revising else 0,
+                self.mover.residents if self.mover else self.passes.policy.static_experts,
+                self.mover.changes if self.mover else 0,
             ),
         )
 
@@ -209,7 +233,8 @@ class OffloadedRunner:
             # Choices are made for decode passes, in which each sequence has one row.
             if self.revising is not None and batch.num_rows == batch.num_sequences:
                 self._revise(self.revising, batch)
-            result = StepResult(self.passes.run(batch))
+            hidden = self.passes.run(batch)
+        result = StepResult(hidden, expert_reads=self.meter.after_step() if self.meter else None)
         self.keep()
         return result
 
@@ -296,13 +321,15 @@ def join(
     layout: ExpertLayout,
     caches: Caches,
     observe: Observe | None = None,
+    division_plan: DividedMemory | None = None,
 ) -> OffloadedRunner:
     """Build the runner of a worker.
 
-    caches: of all layers. observe: gets the tasks and times of every pass.
+    caches: of all layers. observe: gets the tasks and times of every pass. division_plan: how memory may be
+    divided between steps.
     """
     path = files.resolve(*config.model.source)
-    memory = build_levels(config, offload, loaded_model, layout)
+    memory = build_levels(config, offload, loaded_model, layout, division_plan=division_plan)
     slow = None
     split = offload.schedule == "split"
     if split or offload.schedule == "in-place":
@@ -323,7 +350,12 @@ def join(
     passes = build_passes(config, offload, parts, observe)
     keep = keep_nothing if memory.exchanges is None else ListKeeper(memory.hot_list, hot).after_step
     core, num_listed = choose_cores(offload, loaded_model.kernels)[0], memory.num_listed
-    return OffloadedRunner(passes, core, layout.expert_bytes, keep=keep, listed_experts=num_listed)
+    runner = OffloadedRunner(passes, core, layout.expert_bytes, keep=keep, listed_experts=num_listed)
+    if division_plan is None:
+        return runner
+    assert isinstance(memory.experts, ElasticExperts) and isinstance(caches.kv, ElasticKV)
+    mover = MemoryMover(memory.experts, caches.kv, hot, passes)
+    return replace(runner, mover=mover, meter=ReadMeter(offload, division_plan, hot, passes))
 
 
 def learn_choices(hot: HotExperts, layer: int, expert_ids: torch.Tensor, steps: float) -> None:

@@ -339,6 +339,7 @@ def offload_families(
         ("chosen_experts_in_memory", "Experts of chosen_experts that were in fast memory.", residency.hits),
         ("expert_exchanges", "Experts that took the place of one chosen less often.", residency.exchanges),
         ("plan_revisions", "Times that --fast-memory was planned anew for another load.", plan.revisions),
+        ("memory_divisions", "Times that experts and KV cache divided memory anew.", plan.divisions),
     ):
         counter = CounterMetricFamily(f"moesaic:{name}", text, labels=LABELS)
         counter.add_metric([model_name], value)
@@ -351,6 +352,7 @@ def offload_families(
     for name, text, value in (
         ("micro_batch_size", "Requests of a micro-batch of --fast-memory.", plan.micro_batch),
         ("listed_experts", "Experts in memory at the start because of --hot-experts.", plan.listed_experts),
+        ("resident_experts", "Experts of each layer that may stay in memory now.", plan.resident_experts),
     ):
         gauge = GaugeMetricFamily(f"moesaic:{name}", text, labels=LABELS)
         gauge.add_metric([model_name], value)

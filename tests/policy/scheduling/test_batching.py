@@ -222,3 +222,19 @@ def test_what_was_received_is_used_once() -> None:
     subject._preempt(sequence, 0.0)
     schedule = subject.schedule(0.0)
     assert chunks(schedule) == [(0, 8)] and not sequence.restored_positions
+
+
+def test_needs_count_shared_blocks_once_and_no_more_than_a_request_may_have() -> None:
+    subject = batching(num_blocks=40, seats=3, rows=32)
+    subject.add(request(0, [5] * 9, max_tokens=30), 0.0)
+    run(subject, subject.schedule(0.0))
+    subject.add(request(1, [5] * 9, max_tokens=2), 0.0)
+    for request_id in (2, 3):
+        subject.add(request(request_id, [request_id] * 10, max_tokens=30), 0.0)
+    needs = subject.count_needs(tokens_ahead=4)
+    assert (needs.running, needs.running_blocks, needs.waiting) == ((4,), 4, (3, 4))
+    assert needs.used_end == 3
+    subject.schedule(0.0)
+    needs = subject.count_needs(tokens_ahead=4)
+    assert needs.running == (4, 3, 4) and needs.running_blocks == 11 - 2, "two blocks are shared"
+    assert needs.waiting == () and needs.used_end == 7

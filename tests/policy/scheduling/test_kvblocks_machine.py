@@ -116,6 +116,22 @@ class PoolMachine(RuleBasedStateMachine):
         del self.holders[request_id]
         self.pool.free(request_id)
 
+    @rule(num_blocks=st.integers(0, 12))
+    def resize(self, num_blocks: int) -> None:
+        """Memory of blocks that leave is lost, and that of new ones is empty."""
+        before, used = self.pool.stats(), self.pool.end_of_used
+        if num_blocks < max(1, used):
+            with pytest.raises(ValueError, match="in use"):
+                self.pool.resize(num_blocks)
+            assert self.pool.stats() == before
+            return
+        self.pool.resize(num_blocks)
+        kept = self.kv[:num_blocks]
+        self.kv = np.full((num_blocks, self.pool.block_size), -1, dtype=np.int64)
+        self.kv[: len(kept)] = kept
+        assert self.pool.num_blocks == num_blocks and self.pool.stats().num_used == before.num_used
+        assert self.pool._free == sorted(self.pool._free, reverse=True)
+
     @invariant()
     def sound(self) -> None:
         if not hasattr(self, "pool"):

@@ -18,10 +18,8 @@ from moesaic.kernels.reference.cache import decode
 from moesaic.kernels.table import Kernels
 from moesaic.models.block import Block, Projections
 from moesaic.models.kvcache.images import ByteLines, Bytes, OnLayerWritten
+from moesaic.models.pages import HUGE_PAGE
 from moesaic.models.spec import KVLayout
-
-HUGE_PAGE = 1 << 21
-"""Bytes of a huge page."""
 
 
 class PagedKV:
@@ -48,17 +46,23 @@ class PagedKV:
         self.device = device
         shape = (num_layers, num_blocks, block_size, layout.kv_heads)
         # zeros, not empty: masked-out slots are read and multiplied by 0, and 0 * NaN is NaN.
-        self._keys = zeros((*shape, stored_width(layout.key_width, dtype)), dtype, device, allocate_now)
+        key_shape = (*shape, stored_width(layout.key_width, dtype))
+        self._keys = self._allocate(key_shape, dtype, device, allocate_now)
         self._values = tuple(keys[..., : layout.value_width] for keys in self._keys)
         by_layer: list[tuple[torch.Tensor, ...]] = [(keys,) for keys in self._keys]
         if not layout.value_in_key:
             width = stored_width(layout.value_width, dtype)
-            self._values = zeros((*shape, width), dtype, device, allocate_now)
+            self._values = self._allocate((*shape, width), dtype, device, allocate_now)
             by_layer = list(zip(self._keys, self._values, strict=True))
         self._lines = ByteLines([tensor for tensors in by_layer for tensor in tensors])
         self._tensors = len(by_layer[0]) if by_layer else 0
         """Tensors of a layer."""
         self._on_layer_written: OnLayerWritten = _ignore_layer
+
+    def _allocate(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, allocate_now: bool
+    ) -> tuple[torch.Tensor, ...]:
+        return zeros(shape, dtype, device, allocate_now)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
         """Stores rows.

@@ -208,6 +208,11 @@ class Durations:
         return self._splits[key]
 
     @property
+    def read_seconds(self) -> float:
+        """Seconds to read one expert and to convert it, alone."""
+        return self._expert_seconds + self._hardware.link.latency
+
+    @property
     def _expert_seconds(self) -> float:
         """Seconds to read one expert and to convert it, without the latency of a transfer."""
         link, size = self._hardware.link, self._model.read_bytes

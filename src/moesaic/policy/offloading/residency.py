@@ -74,6 +74,14 @@ class HotExperts:
         heat: list[float] = (self._find(self._recent, layer) + long_part * long_counts).tolist()
         return heat
 
+    def mean_shares(self) -> tuple[float, ...]:
+        """[E] share of all choices of the hottest, the second and so on expert of a layer; mean of layers."""
+        heats = [np.sort(self.heat(layer))[::-1] for layer in self._recent.keys() | self._long.keys()]
+        shares = [heat / heat.sum() for heat in heats if heat.sum() > 0]
+        if not shares:
+            return (1.0 / self._num_experts,) * self._num_experts
+        return tuple(np.mean(shares, axis=0).tolist())
+
     def exchanges(
         self, layer: int, stays: Collection[int], coming: Iterable[int], chosen_experts: Collection[int]
     ) -> list[Key]:

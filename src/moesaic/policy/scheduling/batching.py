@@ -29,12 +29,14 @@ Question: Which requests and tokens are in the next step (continuous batching, c
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from moesaic.core.errors import ConfigError, RequestError
+from moesaic.core.offload import BlockNeeds
 from moesaic.core.request import Request
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PromptRows
@@ -213,6 +215,27 @@ class ContinuousBatching:
     def may_admit(self) -> bool:
         """Whether a request waits and fewer than max_num_seqs run. Only `schedule` checks the blocks."""
         return bool(self.waiting) and len(self.running) < self.limits.max_num_seqs
+
+    def count_needs(self, tokens_ahead: int) -> BlockNeeds:
+        """Blocks that requests need until each of them has so many further tokens, or ends."""
+        running = tuple(self._blocks_ahead(sequence, tokens_ahead) for sequence in self.running.values())
+        num_held = sum(len(self.blocks.table(request_id)) for request_id in self.running)
+        num_used = self.blocks.num_blocks - self.blocks.available
+        seats = self.limits.max_num_seqs - len(self.running)
+        waiting = itertools.islice(self.waiting.values(), seats)
+        return BlockNeeds(
+            running,
+            num_used + sum(running) - num_held,
+            tuple(self._blocks_ahead(sequence, tokens_ahead) for sequence in waiting),
+            self.blocks.end_of_used,
+        )
+
+    def _blocks_ahead(self, sequence: Sequence, tokens_ahead: int) -> int:
+        """Blocks of a sequence with so many further tokens, at most all that it may have."""
+        num_blocks = self.blocks.blocks_for(min(sequence.num_tokens + tokens_ahead, sequence.max_len))
+        if sequence.stage is not Stage.RUNNING:
+            return num_blocks
+        return max(num_blocks, len(self.blocks.table(sequence.request_id)))
 
     def free(self, sequence: Sequence) -> None:
         """Free the blocks of a removed request that ran. No step may use them any more."""

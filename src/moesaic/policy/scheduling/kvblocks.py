@@ -260,6 +260,38 @@ class KVBlocks:
                 self._unregister(block)
             self._release(block)
 
+    @property
+    def end_of_used(self) -> int:
+        """Number of the highest block that a request uses, plus one. 0: none is used."""
+        return (
+            max((int(table.blocks.array.max(initial=-1)) for table in self._tables.values()), default=-1) + 1
+        )
+
+    def resize(self, num_blocks: int) -> None:
+        """Go on with blocks 0 : num_blocks. From now on the lowest free numbers are taken first.
+
+        Known blocks that leave are forgotten, and those that follow them. Raises ValueError, and changes
+        nothing, where a request uses one of them.
+        """
+        if num_blocks < max(1, self.end_of_used):
+            raise ValueError(f"a cache of {num_blocks} blocks, of which {self.end_of_used} are in use")
+        lost_identities: set[int] = set()
+        for block in reversed(list(self._cached_blocks)):  # blocks come after those that follow them
+            key = self._keys[block]
+            assert key is not None, "only known blocks are cached"
+            if block >= num_blocks or key[0] in lost_identities:
+                lost_identities.add(self._identities[block])
+                del self._cached_blocks[block]
+                self._unregister(block)
+                self._free.append(block)
+        new_blocks = range(self.num_blocks, num_blocks)
+        self._free = sorted([*(b for b in self._free if b < num_blocks), *new_blocks], reverse=True)
+        num_new = len(new_blocks)
+        self._references = self._references[:num_blocks] + [0] * num_new
+        self._keys = self._keys[:num_blocks] + [None] * num_new
+        self._identities = self._identities[:num_blocks] + [ROOT] * num_new
+        self.num_blocks = num_blocks
+
     def take_changes(self) -> PrefixChanges:
         """What happened to known blocks since the last call. Nothing if no prefix is stored."""
         changes, self._changes = self._changes, PrefixChanges()

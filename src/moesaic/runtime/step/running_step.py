@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from moesaic.core.offload import ExpertReads
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.experts.client import ExpertRequest, RequestHandle, RoutedExperts
 from moesaic.models.block import Block, GateOutput
@@ -33,6 +34,8 @@ class StepResult:
     rows: torch.Tensor | None = None
     """[n, h] as `hidden`, of all rows, where the model has a layer that goes on from them. None: the rows of
     `hidden` are all rows, or nothing needs them."""
+    expert_reads: ExpertReads | None = None
+    """What reading experts costs now. None: it was not measured anew."""
 
 
 class Combine:

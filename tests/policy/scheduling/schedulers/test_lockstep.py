@@ -6,12 +6,15 @@ from tests.support.fake_executor import FakeExecutor
 from tests.support.scheduler_replay import replays
 from tests.support.toy_model import alone, request
 
+from moesaic.core.offload import Division, DivisionPrices, ExpertReads
 from moesaic.core.request import FinishReason
+from moesaic.policy.offloading.dividing import Dividing
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
     Admit,
+    Divide,
     Emit,
     ReadPrefix,
     Release,
@@ -284,3 +287,28 @@ def test_a_request_is_admitted_once_its_prefix_was_read() -> None:
     assert isinstance(admit, Admit) and admit.cached_tokens == [4]
     subject.drain()
     subject.check_everybody()
+
+
+def test_memory_is_divided_before_a_step_and_a_request_that_waits_alone_gets_its_blocks() -> None:
+    """Two requests of three and two blocks come and go. Between the divisions nothing else is done."""
+    prices = DivisionPrices((1, 4), (0.1, 0.1), 0.01, layers=1, num_experts=4, top_k=1)
+    divider = Dividing([Division(residents, 16 - 4 * residents) for residents in range(4)], prices)
+    subject = FakeExecutor(BatchLimits(4, 16, 64), 16, 4, divider=divider)
+    first = subject.arrive(request(0, [1] * 9, max_tokens=3))
+    assert first[0] == Divide(Division(3, 4)) and isinstance(first[-1], RunStep)
+    assert subject.blocks.num_blocks == 4
+    subject.drain()
+    assert subject.arrive(request(1, [2] * 20, max_tokens=4))[0] == Divide(Division(2, 8))
+    subject.drain()
+    subject.check_everybody()
+    assert subject.divisions == 2 and subject.preempted == 0
+
+
+def test_what_was_measured_goes_to_the_divider() -> None:
+    prices = DivisionPrices((1, 4), (0.1, 0.1), 0.01, layers=1, num_experts=4, top_k=1)
+    divider = Dividing([Division(0, 8)], prices)
+    subject = FakeExecutor(BatchLimits(4, 16, 16), 8, 4, divider=divider)
+    plan = plan_of(subject.arrive(request(0, [1], max_tokens=2)))
+    reads = ExpertReads(5.0, (1.0, 0.0, 0.0, 0.0))
+    subject.scheduler.handle(StepDone(plan.step, np.array([3]), expert_reads=reads), 1.0)
+    assert divider._reads == reads

@@ -20,11 +20,34 @@ from tests.support.fake_executor import FakeExecutor
 from tests.support.scheduler_replay import replays
 from tests.support.toy_model import VOCABULARY, hashes, request, sample
 
+from moesaic.core.offload import BlockNeeds, Division, ExpertReads
 from moesaic.core.tokens import IntArray
 from moesaic.policy.scheduling.batching import BatchLimits
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.policy.scheduling.speculation import Speculation
+
+
+class Wavering:
+    """Divides memory at random, among the divisions that keep what is admitted."""
+
+    def __init__(self, most_blocks: int, seed: int) -> None:
+        self._most, self._rng = most_blocks, random.Random(seed)
+        self.division = Division(0, most_blocks)
+
+    def learn(self, reads: ExpertReads) -> None:
+        pass
+
+    def choose(self, now: float, needs: BlockNeeds) -> Division:
+        admitted = needs.running_blocks if needs.running else sum(needs.waiting[:1])
+        least = min(self._most, max(1, admitted, needs.used_end))
+        num_blocks = self._rng.choice((self._rng.randint(least, self._most), least, self.division.num_blocks))
+        self.division = Division(self._most - num_blocks, max(least, num_blocks))
+        return self.division
+
+
+def wavering(pool: tuple[int, int, bool], seed: int | None) -> Wavering | None:
+    return None if seed is None else Wavering(pool[0], seed)
 
 
 class Knowing:
@@ -69,6 +92,7 @@ class LockstepMachine(RuleBasedStateMachine):
         drafts=st.integers(0, 4),
         right=st.sampled_from([0.0, 0.6, 1.0]),
         stored_root=st.sampled_from([None, b"root"]),
+        division_seed=st.one_of(st.none(), st.integers(0, 99)),
     )
     def start(
         self,
@@ -82,12 +106,17 @@ class LockstepMachine(RuleBasedStateMachine):
         drafts: int,
         right: float,
         stored_root: bytes | None,
+        division_seed: int | None,
     ) -> None:
         self.limits = BatchLimits(seats, seats + extra_rows, max_len, chunk)
         self.pool = (-(-max_len // size) + extra_blocks, size, reuse)
         self.drafts = drafts, right
         self.stored_root = stored_root
-        self.executor = FakeExecutor(self.limits, *self.pool, speculation(drafts, right), stored_root)
+        self.division_seed = division_seed
+        divider = wavering(self.pool, division_seed)
+        self.executor = FakeExecutor(
+            self.limits, *self.pool, speculation(drafts, right), stored_root, divider=divider
+        )
 
     @rule(shapes=st.lists(SHAPES, min_size=1, max_size=4))
     def arrive(self, shapes: list[dict[str, object]]) -> None:
@@ -151,7 +180,10 @@ class LockstepMachine(RuleBasedStateMachine):
         self.executor.check_everybody()
         audit(self.executor.blocks)
         twin = LockstepScheduler(
-            self.limits, KVBlocks(*self.pool, self.stored_root), speculation=speculation(*self.drafts)
+            self.limits,
+            KVBlocks(*self.pool, self.stored_root),
+            speculation=speculation(*self.drafts),
+            divider=wavering(self.pool, self.division_seed),
         )
         assert replays(twin, self.executor.log)
         assert twin.stats() == self.executor.scheduler.stats()

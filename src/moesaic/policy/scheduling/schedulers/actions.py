@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from moesaic.core.metrics import WorkerStats
+from moesaic.core.offload import Division, ExpertReads
 from moesaic.core.request import FinishReason, Request
 from moesaic.core.tokens import IntArray, TokenBatch
 from moesaic.policy.scheduling.stored_prefixes import PrefixChanges
@@ -60,6 +61,8 @@ class StepDone:
     None: one each."""
     proposed_tokens: IntArray | None = None
     """[p] the token that may follow the new ones of each entry. None: the model proposes none."""
+    expert_reads: ExpertReads | None = None
+    """What reading experts costs now. None: it was not measured anew."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +224,17 @@ class KeepPrefixes:
 
 
 @dataclass(frozen=True)
+class Divide:
+    """Divide the memory anew between experts and KV blocks. Nothing answers.
+
+    No step runs, and no request uses a block that leaves. It comes before every action that writes to a block
+    that is new.
+    """
+
+    division: Division
+
+
+@dataclass(frozen=True)
 class RunStep:
     """Compute this step. Answered with StepDone or StepFailed."""
 
@@ -309,6 +323,7 @@ Action = (
     | Restore
     | ReadPrefix
     | KeepPrefixes
+    | Divide
     | RunStep
     | RunSegment
     | EnterBarrier

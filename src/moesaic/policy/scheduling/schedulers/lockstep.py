@@ -4,6 +4,7 @@ Actions come in an order in which they can be carried out:
 
     Emit      the tokens of the finished step
     Release   requests that ended, were cancelled, or were preempted to make room
+    Divide    the memory, where experts are in it too
     Admit     requests that join the next step
     RunStep   the next step
 
@@ -14,13 +15,16 @@ writes is never allocated to another request.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from moesaic.core.metrics import WorkerStats
+from moesaic.core.offload import BlockNeeds, Division, ExpertReads
 from moesaic.policy.scheduling.batching import BatchLimits, Chunk, ContinuousBatching
 from moesaic.policy.scheduling.kvblocks import KVBlocks
 from moesaic.policy.scheduling.prompt_rows import PromptRows
 from moesaic.policy.scheduling.schedulers.actions import (
     Action,
+    Divide,
     Event,
     PrefixRead,
     Release,
@@ -40,6 +44,20 @@ from moesaic.policy.scheduling.schedulers.step_plan import (
 )
 from moesaic.policy.scheduling.sequence import Stage
 from moesaic.policy.scheduling.speculation import Speculation
+
+TOKENS_AHEAD = 128
+"""Further tokens for which running requests have room where memory is divided anew between steps."""
+
+
+class Divider(Protocol):
+    """Divides memory between KV blocks and experts; `policy.offloading.dividing` has one."""
+
+    @property
+    def division(self) -> Division: ...
+
+    def learn(self, reads: ExpertReads) -> None: ...
+
+    def choose(self, now: float, needs: BlockNeeds) -> Division: ...
 
 
 @dataclass(frozen=True)
@@ -66,11 +84,16 @@ class LockstepScheduler:
         inflight: int = 1,
         speculation: Speculation | None = None,
         prompt_rows: PromptRows | None = None,
+        divider: Divider | None = None,
     ) -> None:
-        """inflight: number of steps that run at once. speculation, prompt_rows: see ContinuousBatching."""
+        """inflight: number of steps that run at once. speculation, prompt_rows: see ContinuousBatching.
+
+        divider: divides memory anew whenever no step runs. None: the blocks stay as many as they are.
+        """
         self._batching = ContinuousBatching(limits, blocks, speculation, prompt_rows)
         self._blocks = blocks
         self._inflight = inflight
+        self._divider = divider
         self._flights: dict[int, _Flight] = {}
         self._next_number = 0
         self._steps = 0
@@ -128,6 +151,8 @@ class LockstepScheduler:
     def _step_done(self, step_done: StepDone, now: float) -> list[Action]:
         flight = self._land(step_done.step)
         self._count(flight, now)
+        if self._divider is not None and step_done.expert_reads is not None:
+            self._divider.learn(step_done.expert_reads)
         emit = land(flight.plan, flight.chunks, step_done, self._batching)
         actions: list[Action] = [emit] if emit.request_ids else []
         return actions + self._free_finished(flight)
@@ -171,8 +196,17 @@ class LockstepScheduler:
         """Requests whose rows are in a running step."""
         return {s.request_id for flight in self._flights.values() for s, _ in flight.chunks}
 
+    def _divide(self, now: float) -> list[Action]:
+        """Divide memory for the requests that are there, if no step runs."""
+        if self._divider is None or self._flights:
+            return []
+        old_division = self._divider.division
+        division = self._divider.choose(now, self._batching.count_needs(TOKENS_AHEAD))
+        self._blocks.resize(division.num_blocks)
+        return [Divide(division)] if division != old_division else []
+
     def _next_steps(self, now: float) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._divide(now)
         while len(self._flights) < self._inflight:
             num_flights = len(self._flights)
             actions += self._next_step(now)
