@@ -28,7 +28,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from disaggregated.serving import Served, layout_of, medians, serving, temporary
-from moesaic.commands.place import save
+from moesaic.commands.place_formats import save
 from moesaic.config import ClusterConfig, DispatchName
 from moesaic.core.errors import ConfigError
 from moesaic.core.metrics import WorkerStats

@@ -15,7 +15,7 @@ import pytest
 
 from moesaic import LLM
 from moesaic.cluster.report import layer_locality
-from moesaic.commands.place import save
+from moesaic.commands.place_formats import save
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.metrics import ExpertStats
 from moesaic.core.placement import Placement

@@ -42,7 +42,7 @@ def test_a_table_says_what_it_cost(tmp_path: Path, capsys: pytest.CaptureFixture
     assert float(after) == pytest.approx(float(before), rel=0.05)
     assert lines[4].startswith("same most likely token") and 80 < float(lines[4].split()[-1][:-1]) < 100
     assert (
-        "out: 432 matrices with a scale for 64 numbers, rounded to nearest, measured with 1789 other"
+        "out: 432 matrices with a scale for 64 numbers, rounded to nearest, measured with 1802 other"
         in lines[5]
     )
     assert {file.name for file in files.resolve("demo").iterdir()} - {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from moesaic import LLM, SamplingParams
-from moesaic.commands.place import save
+from moesaic.commands.place_formats import save
 from moesaic.core.profile import Profile
 from moesaic.core.routing import Assembly
 from moesaic.llm import Completion

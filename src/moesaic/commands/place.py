@@ -12,7 +12,7 @@ from rich.console import Console
 
 from moesaic.commands import activation_picture, place_by_load
 from moesaic.commands.options import TABLES, Place
-from moesaic.commands.place_formats import clusters_of, read_engine_map, save
+from moesaic.commands.place_formats import clusters_of, read_engine_map, save, save_for_sglang
 from moesaic.commands.place_links import LinkReport
 from moesaic.commands.place_report import (
     Report,
@@ -192,14 +192,16 @@ def _write(profile: Profile, options: Place, name: str, runner: _SolverRunner) -
     assert options.output_file is not None
     solution = runner.solve(name, profile, f"{name}, on the whole profile")
     clusters, placement = solution.clusters, solution.placement
-    tables, file = None, options.output_file.with_suffix(TABLES)
-    if options.format == "moesaic":
+    written_tables = None
+    if options.format == "sglang":
+        save_for_sglang(placement, options.ranks, options.output_file)
+    else:
+        file = options.output_file.with_suffix(TABLES)
         tables = redundancy.tables_of(profile, clusters, placement)
-        placement = replace(placement, tables=file.name)
-    save(placement, tables, options.output_file, options.format, options.ranks)
+        save(replace(placement, tables=file.name), tables, options.output_file)
+        written_tables = WrittenTables(file, tables.nbytes)
     if options.plot is not None:
         _draw(options.plot, profile, options, name, clusters)
-    written_tables = None if tables is None else WrittenTables(file, tables.nbytes)
     return WrittenPlacement(name, options.output_file, written_tables, solution.seconds, clusters.notes)
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from moesaic.commands.options import Place
-from moesaic.commands.place_formats import save
+from moesaic.commands.place_formats import save, save_for_sglang
 from moesaic.core.errors import ConfigError
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
@@ -36,7 +36,10 @@ def run(profile: Profile, options: Place, as_json: bool) -> int:
         profile.loads, profile.layers, ranks, options.redundant_experts, model=profile.model
     )
     consecutive = balance.place(profile.loads * 0, profile.layers, ranks, model=profile.model)
-    save(placement, None, options.output_file, options.format, options.ranks)
+    if options.format == "sglang":
+        save_for_sglang(placement, options.ranks, options.output_file)
+    else:
+        save(placement, None, options.output_file)
     figures = _Balance(_mean_balancedness(profile, placement), _mean_balancedness(profile, consecutive))
     print(_as_json(profile, options, figures) if as_json else _as_text(profile, options, figures))
     return 0

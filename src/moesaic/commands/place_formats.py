@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from moesaic.core.coclusters import Coclusters
 from moesaic.core.errors import ConfigError
@@ -20,19 +19,23 @@ from moesaic.policy.placement.solvers.tokens import label_tokens
 SGLANG_FIELD = "physical_to_logical_map"
 
 
-def save(
-    placement: Placement, tables: Tables | None, path: Path, form: Literal["moesaic", "sglang"], ranks: int
-) -> None:
-    """Write the placement in this form, and next to it the tables that it names. Writes all files or none.
+def save(placement: Placement, tables: Tables | None, path: Path) -> None:
+    """Write the placement, and next to it the tables that it names. Writes both files or neither.
 
-    Raises ConfigError if they cannot be written, and if SGLang cannot take the placement.
+    Raises ConfigError if they cannot be written.
     """
-    text = sglang_text(placement, ranks) if form == "sglang" else placement.to_json()
+    text = placement.to_json()
     writers: dict[Path, Callable[[Path], object]] = {}
     if tables is not None:
         writers[path.with_name(placement.tables)] = tables.save
     # The placement is renamed last: once it is there, the tables that it names are there, too.
     _write_together(writers | {path: lambda file: file.write_text(text, encoding="utf-8")})
+
+
+def save_for_sglang(placement: Placement, ranks: int, path: Path) -> None:
+    """Write the placement as SGLang takes it. Raises ConfigError if it cannot be written or taken."""
+    text = sglang_text(placement, ranks)
+    _write_together({path: lambda file: file.write_text(text, encoding="utf-8")})
 
 
 def _write_together(writers: Mapping[Path, Callable[[Path], object]]) -> None:
