@@ -294,7 +294,7 @@ def test_both_files_or_neither(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ConfigError, match="No space left on device"):
-        save(replace(placement, version=1), replace(tables, model="other"), path, "moesaic", 4)
+        save(replace(placement, version=1), replace(tables, model="other"), path)
     assert {one: one.read_bytes() for one in tmp_path.iterdir()} == before
 
 
