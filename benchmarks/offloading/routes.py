@@ -85,13 +85,19 @@ class Watcher:
         return self._router.choose(rows)
 
 
-def record(model: str, prompts: list[str], new_tokens: int) -> Recording:
+def record(
+    model: str,
+    prompts: list[str],
+    new_tokens: int,
+    temperature: float = TEMPERATURE,
+    max_model_len: int = 1024,
+) -> Recording:
     """Answer each prompt alone, and record the routes."""
     rows: list[Rows] = []
     flags: dict[str, Any] = {"enable_prefix_caching": False, "enforce_eager": True, "max_num_seqs": 1}
-    llm = LLM(model, routing=rows.append, max_model_len=1024, **flags)
+    llm = LLM(model, routing=rows.append, max_model_len=max_model_len, **flags)
     early = _watch(llm._worker._executor._model)  # no public name leads to the model in a process
-    params = SamplingParams(max_tokens=new_tokens, temperature=TEMPERATURE, seed=SEED, ignore_eos=True)
+    params = SamplingParams(max_tokens=new_tokens, temperature=temperature, seed=SEED, ignore_eos=True)
     requests = []
     for prompt in prompts:
         rows.clear()

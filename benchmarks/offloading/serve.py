@@ -10,6 +10,11 @@ bytes that moesaic read of experts per generated token.
 llama-cpp-python's server (--llama) computes one request at a time. By default it locks the whole file in
 memory and keeps logits of all tokens; both are off here. A llama-server of llama.cpp (--llama-server)
 computes as many as there are clients. Random weights hardly ever end an answer early.
+
+--schedules and --kernels add servers of moesaic that have these flags. --bound records the routes of the load
+with the model in memory, and shows `least`, the bytes per token that any server in moesaic's memory has to
+read, and `of bound`, the tok/s over those that the disk would give. See `bound.py`. The disk is measured
+before each server of a round.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from countdown import Clock, Tell
 from rich.console import Console
 from rich.table import Table
 
+from offloading.bound import Routes, measure_disk, record
 from offloading.clients import load
 from offloading.disk import _absolute, _measured, _try
 from offloading.groups import Group, create
@@ -43,6 +49,7 @@ from offloading.watching import drop_cache
 
 WORDS = ("def", "class", "return", "the", "number", "of", "apples", "import", "value", "river", "slowly")
 MIB = 1 << 20
+GIB = 1 << 30
 NAME = "it"
 """The model's name in the API of every server."""
 PATIENCE = 600.0
@@ -61,7 +68,7 @@ class Contender:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=_absolute, help="a Hugging Face directory")
+    parser.add_argument("model", type=_absolute, help="a Hugging Face directory, or a GGUF file")
     parser.add_argument("--cap", default="1200MiB", help="fast memory")
     parser.add_argument("--libraries", default="600MiB", help="what the processes may take besides")
     parser.add_argument("--no-limit", action="store_true", help="no control group")
@@ -72,6 +79,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=1024, help="tokens of a request at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--schedules", nargs="+", default=["auto"], help="--offload-schedule of moesaic")
+    parser.add_argument("--kernels", nargs="+", default=["auto"], help="--kernels of moesaic")
+    parser.add_argument("--bound", action="store_true", help="what the disk allows; records routes first")
     hardware = "of `moesaic hardware measure`; measured if not given"
     parser.add_argument("--hardware", type=_absolute, help=hardware)
     parser.add_argument("--llama", type=Path, metavar="VENV", help="from setup_peer.sh llama")
@@ -95,6 +105,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         folder = Path(name)
         hardware = arguments.hardware or _measured(arguments, folder / "this.toml")
         everyone = contenders(arguments, hardware)
+        routes = _record_routes(arguments) if arguments.bound else {}
         found: dict[tuple[str, int], list[dict[str, Any]]] = {}
         steps = [f"{one.name}, round {turn + 1}" for turn in range(arguments.rounds) for one in everyone]
         with Clock(steps) as clock:
@@ -102,29 +113,60 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 for one in everyone:
 
                     def run(tell: Tell, one: Contender = one, turn: int = turn) -> list[dict[str, Any]]:
-                        return _round(one, arguments, limit, folder, turn)
+                        speed = measure_disk(_weights(arguments.model)) if routes else None
+                        return [row | {"disk": speed} for row in _round(one, arguments, limit, folder, turn)]
 
                     for row in clock.timed(f"{one.name}, round {turn + 1}", run):
                         found.setdefault((one.name, row["clients"]), []).append(row)
     settings = {key: str(value) for key, value in vars(arguments).items()}
-    return {"settings": settings, "rows": [_median(rows) for rows in found.values()]}
+    medians = [_median(rows) for rows in found.values()]
+    return {"settings": settings, "rows": [row | _bound(row, routes.get(row["clients"])) for row in medians]}
+
+
+def _record_routes(arguments: argparse.Namespace) -> dict[int, Routes]:
+    """Number of clients -> the routes of their first round."""
+    return {
+        clients: record(
+            arguments.model, _prompts(arguments, clients, 0), arguments.gen_len, arguments.max_model_len
+        )
+        for clients in arguments.clients
+    }
+
+
+def _bound(row: dict[str, Any], routes: Routes | None) -> dict[str, float]:
+    """The bytes that are read at least per token, and the share of the tok/s that the disk allows then."""
+    if routes is None or row.get("places") is None:
+        return {}
+    least = routes.least_bytes(row["clients"], int(row["places"])) / routes.num_tokens
+    return {"least": least, "share": row["throughput"] * least / row["disk"]}
+
+
+def _weights(model: Path) -> Path:
+    """The largest file of a model."""
+    files = [model] if model.is_file() else list(model.glob("*.safetensors"))
+    return max(files, key=lambda file: file.stat().st_size)
 
 
 def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]:
-    """moesaic first. Writes the GGUF file that llama.cpp needs."""
+    """moesaic first. Writes the GGUF file that llama.cpp needs, unless the model is one."""
     most, threads, length = max(arguments.clients), str(arguments.threads), arguments.max_model_len
     ours = [
         *(sys.executable, "-m", "moesaic", "serve", str(arguments.model), "--port", "{port}"),
         *("--fast-memory", arguments.cap, "--hardware", str(hardware), "--threads", threads),
         *("--max-num-seqs", str(most), "--max-model-len", str(length), "--served-model-name", NAME),
     ]
-    found = [Contender("moesaic", ours, arguments.model)]
+    found = [
+        Contender(
+            " ".join(["moesaic", *(word for word in (schedule, kernels) if word != "auto")]),
+            [*ours, "--offload-schedule", schedule, "--kernels", kernels],
+            arguments.model,
+        )
+        for schedule in arguments.schedules
+        for kernels in arguments.kernels
+    ]
     if not (arguments.llama or arguments.llama_server):
         return found
-    if not arguments.llama:
-        raise SystemExit("--llama-server: give --llama too, which writes the GGUF file")
-    python = engines._python(arguments.llama)
-    file = engines._gguf(python, arguments.model, arguments.work, "bf16")
+    file = _gguf_file(arguments)
     if arguments.llama_server:
         command = [
             *(str(arguments.llama_server), "-m", str(file), "--port", "{port}", "--alias", NAME),
@@ -132,11 +174,21 @@ def contenders(arguments: argparse.Namespace, hardware: Path) -> list[Contender]
         ]
         return [*found, Contender("llama-server mmap", command, file)]
     command = [
-        *(python, "-m", "llama_cpp.server", "--model", str(file), "--port", "{port}", "--use_mmap", "true"),
-        *("--n_threads", threads, "--n_ctx", str(length), "--model_alias", NAME, "--verbose", "false"),
+        *(engines._python(arguments.llama), "-m", "llama_cpp.server", "--model", str(file)),
+        *("--port", "{port}", "--use_mmap", "true", "--n_threads", threads, "--n_ctx", str(length)),
+        *("--model_alias", NAME, "--verbose", "false"),
         *("--interrupt_requests", "false", "--use_mlock", "false", "--logits_all", "false"),
     ]
     return [*found, Contender("llama-cpp-python mmap", command, file)]
+
+
+def _gguf_file(arguments: argparse.Namespace) -> Path:
+    if arguments.model.is_file():
+        return Path(arguments.model)
+    if not arguments.llama:
+        raise SystemExit("--llama-server: give --llama too, which writes the GGUF file")
+    python = engines._python(arguments.llama)
+    return Path(engines._gguf(python, arguments.model, arguments.work, "bf16"))
 
 
 def _round(
@@ -149,13 +201,17 @@ def _round(
     try:
         with _running(one, group, folder) as url:
             for clients in arguments.clients:
-                before = _read(url)
+                before, places = _read(url), _metric(url, "moesaic:resident_experts")
                 try:
                     row = load(url, NAME, _prompts(arguments, clients, turn), arguments.gen_len, clients)
                 except (OSError, HTTPException) as error:
                     raise ServerFailed(str(error)) from error
                 read = None if before is None else (_read(url) or 0.0) - before
-                rows.append({"name": one.name, "clients": clients, "read": read, **row})
+                kept = max(
+                    [count for count in (places, _metric(url, "moesaic:resident_experts")) if count],
+                    default=None,
+                )
+                rows.append({"name": one.name, "clients": clients, "read": read, "places": kept, **row})
     except ServerFailed as error:
         why = "out of memory" if group is not None and group.killed() else str(error)
         left = arguments.clients[len(rows) :]
@@ -218,13 +274,18 @@ def _prompts(arguments: argparse.Namespace, clients: int, turn: int) -> list[str
 
 def _read(url: str) -> float | None:
     """Bytes of experts that moesaic has read so far. None for other servers."""
+    return _metric(url, "moesaic:expert_bytes_total", '"slow"')
+
+
+def _metric(url: str, name: str, label: str = "") -> float | None:
+    """A value of moesaic's metrics. None for other servers."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
             lines = answer.read().decode().splitlines()
     except OSError:
         return None
-    found = [line for line in lines if line.startswith("moesaic:expert_bytes_total") and '"slow"' in line]
-    return float(found[0].rpartition(" ")[2]) if found else None
+    values = [line for line in lines if line.startswith(name) and label in line]
+    return float(values[0].rpartition(" ")[2]) if values else None
 
 
 def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -232,8 +293,8 @@ def _median(rows: list[dict[str, Any]]) -> dict[str, Any]:
     failed = [row for row in rows if "failed" in row]
     if failed:
         return failed[0]
-    names = ("throughput", "ttft", "answer", "charged", "read", "tokens")
-    known = {name: [row[name] for row in rows if row[name] is not None] for name in names}
+    names = ("throughput", "ttft", "answer", "charged", "read", "tokens", "places", "disk")
+    known = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
     medians = {name: statistics.median(values) if values else None for name, values in known.items()}
     return {"name": rows[0]["name"], "clients": rows[0]["clients"], **medians}
 
@@ -242,7 +303,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     settings = found["settings"]
     title = f"{Path(settings['model']).name}, {settings['cap']} + {settings['libraries']}"
     table = Table(title=title, title_justify="left")
-    for name in ("clients", "server", "tok/s", "TTFT", "answer", "charged", "read"):
+    bounds = ("disk", "least", "of bound") if any("share" in row for row in found["rows"]) else ()
+    for name in ("clients", "server", "tok/s", "TTFT", "answer", "charged", "read", *bounds):
         table.add_column(name, justify="left" if name == "server" else "right")
     for row in sorted(found["rows"], key=lambda row: int(row["clients"])):
         head = str(row["clients"]), row["name"]
@@ -252,5 +314,8 @@ def show(found: dict[str, Any], console: Console) -> None:
         charged = "" if row["charged"] is None else f"{row['charged'] / MIB:.0f}"
         read = "" if row["read"] is None else f"{row['read'] / MIB / max(1, row['tokens']):.1f} MiB"
         figures = f"{row['throughput']:.2f}", f"{row['ttft']:.0f}", f"{row['answer']:.0f}"
-        table.add_row(*head, *figures, charged, read)
+        bound = "", "", ""
+        if "share" in row:
+            bound = f"{row['disk'] / GIB:.2f} GiB/s", f"{row['least'] / MIB:.1f} MiB", f"{row['share']:.2f}"
+        table.add_row(*head, *figures, charged, read, *(bound if bounds else ()))
     console.print(table)
