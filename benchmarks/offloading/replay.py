@@ -37,6 +37,8 @@ from offloading.routes import Experts, Recording, Request, list_prompts, record
 Ids = npt.NDArray[np.integer[Any]]
 EVEN = "even"
 NEVER = 1 << 40
+IN_USE = "in use"
+"""The guesses that `--fast-memory` loads."""
 DRAFT = 3
 """Tokens that have to occur before for the next one to be drafted."""
 
@@ -260,13 +262,16 @@ class Guesses:
         self._previous = ExpertPrefetch(num_experts)
         self._by_token: dict[int, Ids] = {}
 
-    def rank(self, step: Step, layer: int) -> dict[str, list[int]]:
-        """Name -> experts, the most likely first."""
-        counts = self._previous.choice_counts(0)
-        order = [int(expert) for expert in np.argsort(-counts, kind="stable") if counts[expert] > 0]
+    def rank(self, step: Step, layer: int, stays: set[int], most: int) -> dict[str, list[int]]:
+        """Name -> experts, the most likely first. `in use` has only those that `--fast-memory` loads.
+
+        stays: experts in memory. most: as many may be loaded ahead.
+        """
+        early = _early(step, layer)
         return {
-            "previous tokens": order,
-            "next router": _early(step, layer),
+            IN_USE: self._previous.experts(0, most, stays, early),
+            "next router": early,
+            "previous tokens": self._previous.rank_recent(0),
             "same token": order_guesses(self._experts_of(step.tokens)),
             "drafts": order_guesses(self._experts_of(step.drafts)),
         }
@@ -329,7 +334,7 @@ class Run:
 
     def __init__(self, policy: Policy, places: int, layer: int, guesses: Guesses | None) -> None:
         self._policy, self._layer, self.guesses = policy, layer, guesses
-        self._stays = set(range(places))
+        self._stays, self._most = set(range(places)), places
         self.chosen = self.hits = self.exchanges = 0
         self.ahead: dict[str, list[int]] = {}
         """Guess -> experts that were guessed and chosen, and all that were guessed."""
@@ -351,10 +356,11 @@ class Run:
         self.chosen += len(chosen)
         self.hits += len(chosen) - len(missing)
         if self.guesses is not None:
-            orders = self.guesses.rank(step, self._layer)
+            orders = self.guesses.rank(step, self._layer, self._stays, self._most)
             count = len(set(orders["next router"]) - self._stays)
             for name, order in orders.items():
-                guessed = [expert for expert in order if expert not in self._stays][:count]
+                limit = self._most if name == IN_USE else count
+                guessed = [expert for expert in order if expert not in self._stays][:limit]
                 counts = self.ahead.setdefault(name, [0, 0])
                 counts[0] += len(chosen & set(guessed))
                 counts[1] += len(guessed)

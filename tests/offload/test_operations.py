@@ -21,6 +21,7 @@ from moesaic.offload.link import Link
 from moesaic.offload.operations import Operations
 from moesaic.offload.parts import MicroBatch
 from moesaic.offload.post_attention import LocalPostAttention
+from moesaic.policy.offloading import prefetch
 from moesaic.policy.offloading.prefetch import order_guesses
 from moesaic.policy.offloading.tasks import Kind, Lane, Task
 
@@ -125,9 +126,10 @@ def test_experts_are_chosen_by_all_rows_and_those_that_stay_are_not_loaded(
 
 
 def test_the_next_gate_says_which_experts_are_likely(
-    made: tuple[Operations, Held, list[MicroBatch]],
+    made: tuple[Operations, Held, list[MicroBatch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operations, held, parts = made
+    monkeypatch.setattr(prefetch, "WORTHWHILE", -1.0)  # every guess is loaded
     for part in range(3):
         for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
             do(operations, kind, 0, part)
@@ -143,9 +145,10 @@ def test_the_next_gate_says_which_experts_are_likely(
 
 
 def test_experts_that_came_before_their_gates_had_spoken_do_not_come_again(
-    made: tuple[Operations, Held, list[MicroBatch]],
+    made: tuple[Operations, Held, list[MicroBatch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     operations, held, parts = made
+    monkeypatch.setattr(prefetch, "WORTHWHILE", -1.0)  # every guess is loaded
 
     def gated() -> set[int]:
         for part in range(3):

@@ -119,13 +119,14 @@ class Operations:
         self._parts, self._cache, self._first_layer_turn, self._pages = parts, cache, turn, pages
         self._guesses.clear()
         if prefill:
-            self._prefetched_experts = NOTHING_PREFETCHED  # the pass's first layer is loaded to the same slot
+            self.forget_prefetched()  # the pass's first layer is loaded to the same slot
         self._task_functions = self._functions_by_phase[prefill]
         self._post_attention.begin(parts, turn, prefill)
 
     def forget_prefetched(self) -> None:
         """Counts no expert as loaded before its layer's gate has chosen."""
         self._prefetched_experts = NOTHING_PREFETCHED
+        self._likely.forget_guesses()
 
     def __call__(self, task: Task) -> None:
         try:
