@@ -59,6 +59,19 @@ def test_an_expert_takes_the_place_of_another_one(case: Case) -> None:
     assert streamed.memory == memory
 
 
+def test_what_is_in_a_slot_is_copied_and_not_read_again(case: Case) -> None:
+    streamed = made(case, {layer: [1, 4] for layer in LAYERS})
+    for count, layer in turns(3):
+        leaving, other = sorted(streamed.static[layer])
+        coming, missing = [expert for expert in range(EXPERTS) if expert not in streamed.static[layer]][:2]
+        size = streamed.load_chosen(count, layer, [missing])
+        streamed.load_chosen(count, layer, [coming])
+        read = streamed.replace_experts(layer, [(leaving, coming), (other, missing)], count, [coming])
+        assert read == size, "only the other one was read"
+        assert streamed.static[layer] == {coming, missing}
+        assert same(case, layer, streamed.experts(count, layer), [coming, missing])
+
+
 def test_an_expert_that_is_streamed_has_no_place_to_give(case: Case) -> None:
     streamed = made(case, {layer: [1] for layer in LAYERS})
     with pytest.raises(KeyError):

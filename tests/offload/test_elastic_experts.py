@@ -130,9 +130,10 @@ def test_whatever_comes_experts_have_their_bytes(case: Case, seed: int) -> None:
             static = streamed.static[layer]
             chosen = set(rng.sample(range(EXPERTS), 3))
             missing = sorted(chosen - static - set(likely))
+            loaded = sorted((chosen - static) & set(likely)) if rng.randrange(2) else []
             leaving = sorted(static - chosen)
-            exchanges = list(zip(leaving, missing, strict=False))
-            streamed.replace_experts(layer, exchanges)
+            exchanges = list(zip(leaving, rng.sample(missing + loaded, len(missing + loaded)), strict=False))
+            streamed.replace_experts(layer, exchanges, count, loaded)
             streamed.load_chosen(
                 count, layer, [one for one in missing if one not in dict(exchanges).values()]
             )

@@ -194,3 +194,30 @@ def test_the_slow_lane_merges_nothing(made: tuple[Operations, Held, list[MicroBa
         do(operations, kind, 0, 0)
     do(operations, Kind.EXPERTS, 0, 0, Lane.SLOW)
     assert parts[0].gate_output is not None
+
+
+def test_an_expert_that_was_loaded_ahead_may_stay(
+    made: tuple[Operations, Held, list[MicroBatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each step would load it ahead, as it is never missing."""
+    monkeypatch.setattr(prefetch, "WORTHWHILE", -1.0)  # every guess is loaded
+    operations, held, _ = made
+    replaced: list[tuple[int, int, list[int]]] = []
+
+    class Replacing:
+        def replace_experts(self, layer: int, exchanges: Any, count: int, loaded: Any) -> int:
+            replaced.append((layer, count, [new for _, new in exchanges if new in loaded]))
+            return 0
+
+    operations._exchanges = Replacing()
+    monkeypatch.setattr(
+        operations._hot, "exchanges", lambda layer, stays, coming, chosen: [(0, expert) for expert in coming]
+    )
+    for _ in range(2):  # in the second step the experts of the first one are loaded ahead
+        for part in range(3):
+            for kind in (Kind.PRE, Kind.ATTENTION, Kind.POST_WITHOUT_EXPERTS):
+                do(operations, kind, 0, part)
+        do(operations, Kind.LOAD_CHOSEN, 0, 0, Lane.LINK_DOWN)
+        do(operations, Kind.LOAD_LIKELY, 0, 0, Lane.LINK_DOWN)
+    ahead = held.chosen[1][2]
+    assert len(ahead) == 2 and replaced == [(0, 30, []), (0, 30, sorted(ahead))]

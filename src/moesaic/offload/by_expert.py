@@ -6,7 +6,7 @@ is chosen often can then stay on the fast level, in the place of one that is not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -98,10 +98,13 @@ class StreamedByExpert(StreamedExperts):
             {(layer, expert): places[expert][count % 2] for expert in missing_experts}
         )
 
-    def replace_experts(self, layer: int, exchanges: Sequence[Exchange]) -> int:
-        """Reads experts to the places of others, which stayed until now. Returns the bytes read.
+    def replace_experts(
+        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded: Collection[int] = ()
+    ) -> int:
+        """Brings experts to the places of others, which stayed until now. Returns the bytes read.
 
-        From now on the new ones stay and the others are streamed. No other thread may compute this layer
+        From now on the new ones stay and the others are streamed. loaded: experts in the slot of turn
+        `count`, which are copied from there. The others are read. No other thread may compute this layer
         meanwhile.
         """
         if not exchanges:
@@ -109,7 +112,10 @@ class StreamedByExpert(StreamedExperts):
         # All places of a layer have one size, so a new expert takes over the place, and leaves its slots to
         # the old one.
         places = {(layer, new): self._static_places[layer, evicted] for evicted, new in exchanges}
-        size = self._reader.load_all(places)
+        for (_, expert), place in places.items():
+            if expert in loaded:
+                place.copy_(self._streamed_places[layer][expert][count % 2])
+        size = self._reader.load_all({key: place for key, place in places.items() if key[1] not in loaded})
         for evicted_expert, new_expert in exchanges:
             self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
             del self._static_places[layer, evicted_expert]

@@ -12,7 +12,7 @@ stays is copied to another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -137,8 +137,10 @@ class ElasticExperts(StreamedByExpert):
         self._settle(layer)
         return size
 
-    def replace_experts(self, layer: int, exchanges: Sequence[Exchange]) -> int:
-        """Reads experts to places of the layer's own, first to empty ones and then to those of others.
+    def replace_experts(
+        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded: Collection[int] = ()
+    ) -> int:
+        """Brings experts to places of the layer's own, first to empty ones and then to those of others.
 
         All of them stay from now on. No other thread may compute this layer meanwhile.
         """
@@ -149,7 +151,7 @@ class ElasticExperts(StreamedByExpert):
         num_empty = len(own_places) - len(self.static[layer])
         size = self._load(0, layer, [new for _, new in exchanges[:num_empty]])
         self._settle(layer)
-        size += super().replace_experts(layer, exchanges[num_empty:])
+        size += super().replace_experts(layer, exchanges[num_empty:], count, loaded)
         for evicted_expert, new_expert in exchanges[num_empty:]:
             own_places[new_expert] = own_places.pop(evicted_expert)
             shared_places[evicted_expert] = shared_places.pop(new_expert)

@@ -5,7 +5,7 @@ Question: What does a task of an offloaded step copy or compute?
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -37,7 +37,9 @@ class Loads(Protocol):
 class Exchanges(Protocol):
     """Changes which experts stay; implemented in offload.by_expert."""
 
-    def replace_experts(self, layer: int, exchanges: Sequence[tuple[int, int]]) -> int: ...
+    def replace_experts(
+        self, layer: int, exchanges: Sequence[tuple[int, int]], count: int, loaded: Collection[int]
+    ) -> int: ...
 
 
 NOTHING_PREFETCHED = -1, ()
@@ -171,26 +173,39 @@ class Operations:
         ]
         pairs, (turn, prefetched) = np.concatenate(ids, axis=None), self._prefetched_experts
         chosen_experts = np.unique(pairs).tolist()
-        fast_experts = self._static[layer].union(prefetched if turn == self._first_layer_turn + layer else ())
-        missing_experts = [expert for expert in chosen_experts if expert not in fast_experts]
+        streamed_experts = [expert for expert in chosen_experts if expert not in self._static[layer]]
+        in_slot = prefetched if turn == self._first_layer_turn + layer else ()
+        loaded_experts = [expert for expert in streamed_experts if expert in in_slot]
+        missing_experts = [expert for expert in streamed_experts if expert not in in_slot]
         self.num_chosen += len(chosen_experts)
         self.num_hits += len(chosen_experts) - len(missing_experts)
         if self._splitting is not None:
             missing_experts = self._splitting.loaded_experts
         if self._exchanges is not None:
-            missing_experts = self._exchange_experts(layer, pairs, chosen_experts, missing_experts)
+            missing_experts = self._exchange_experts(
+                layer, pairs, chosen_experts, missing_experts, loaded_experts
+            )
         self.loaded_bytes += self._experts.load_chosen(self._first_layer_turn + layer, layer, missing_experts)
         self._likely.learn(layer, pairs)
 
     def _exchange_experts(
-        self, layer: int, pairs: IntArray, chosen_experts: list[int], missing_experts: list[int]
+        self,
+        layer: int,
+        pairs: IntArray,
+        chosen_experts: list[int],
+        missing_experts: list[int],
+        loaded_experts: list[int],
     ) -> list[int]:
-        """Loads experts that stay from now on. Returns those of `missing_experts` that remain to be
-        loaded."""
+        """Brings experts that stay from now on. Returns those of `missing_experts` that remain to be loaded.
+
+        loaded_experts: chosen ones that were loaded ahead. Without an exchange each step would load them.
+        """
         assert self._exchanges is not None
         self._hot.learn(layer, pairs)
-        exchanges = self._hot.exchanges(layer, self._static[layer], missing_experts, chosen_experts)
-        self.loaded_bytes += self._exchanges.replace_experts(layer, exchanges)
+        coming_experts = missing_experts + loaded_experts
+        exchanges = self._hot.exchanges(layer, self._static[layer], coming_experts, chosen_experts)
+        turn = self._first_layer_turn + layer
+        self.loaded_bytes += self._exchanges.replace_experts(layer, exchanges, turn, loaded_experts)
         self.num_exchanged += len(exchanges)
         resident_experts = {new_expert for _, new_expert in exchanges}
         return [expert for expert in missing_experts if expert not in resident_experts]
