@@ -28,10 +28,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -253,14 +255,22 @@ def _running(one: Contender, group: Group | None, folder: Path) -> Iterator[str]
 def _wait(process: subprocess.Popen[Any], url: str, said: Path) -> None:
     deadline = time.monotonic() + PATIENCE
     while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}/v1/models", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except OSError:
-            time.sleep(0.2)
+        if _answers(f"{url}/health"):
+            return
+        time.sleep(0.2)
     lines = said.read_text().strip().splitlines() or ["it said nothing"]
     raise ServerFailed(lines[-1])
+
+
+def _answers(url: str) -> bool:
+    """Whether a server is ready. llama-cpp-python's does not know the address, and says so once it is."""
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code == HTTPStatus.NOT_FOUND
+    except OSError:
+        return False
 
 
 def _prompts(arguments: argparse.Namespace, clients: int, turn: int) -> list[str]:
