@@ -232,3 +232,20 @@ def test_guesses_that_broke_off_are_not_taken_for_loaded(
             with pytest.raises(KeyboardInterrupt):
                 answers(made)
         assert answers(made) == wanted, call
+
+
+@pytest.mark.parametrize(("rows", "loads_pages"), [(3, False), (40, True)])
+def test_few_rows_of_a_prompt_load_the_experts_that_they_choose(
+    path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, loads_pages: bool
+) -> None:
+    """Four of twelve experts: three rows choose at most 70 % of them, as a mean."""
+    pages: list[int] = []
+    load_page = Operations._load_page
+    monkeypatch.setattr(
+        Operations, "_load_page", lambda self, layer, page: [pages.append(page), load_page(self, layer, page)]
+    )
+    prompt = tiny_models.prompt(rows, model_configs.VOCAB, seed=rows)
+    made = llm(path, WAYS["likely ones before"])
+    output = made.generate([prompt], PARAMS)[0].outputs[0]
+    assert bool(pages) == loads_pages
+    assert output.token_ids == llm(path, None).generate([prompt], PARAMS)[0].outputs[0].token_ids

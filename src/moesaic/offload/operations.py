@@ -87,6 +87,8 @@ class Operations:
         """Layer -> ids [n, k] of micro-batches, which its gate chooses from rows of the layer before."""
         self._first_layer_turn = 0
         self._pages = 0
+        self._rows_per_sequence = 1.0
+        """Of the pass, as a mean. It is above 1 if prompts are in it."""
         self.loaded_bytes = 0
         """Bytes of weights loaded so far."""
         self.num_chosen = self.num_hits = self.num_exchanged = 0
@@ -120,6 +122,9 @@ class Operations:
         layer."""
         self._parts, self._cache, self._first_layer_turn, self._pages = parts, cache, turn, pages
         self._guesses.clear()
+        num_rows = sum(part.batch.num_rows for part in parts)
+        num_sequences = sum(part.batch.num_sequences for part in parts)
+        self._rows_per_sequence = num_rows / num_sequences
         if prefill:
             self.forget_prefetched()  # the pass's first layer is loaded to the same slot
         self._task_functions = self._functions_by_phase[prefill]
@@ -201,7 +206,7 @@ class Operations:
         loaded_experts: chosen ones that were loaded ahead. Without an exchange each step would load them.
         """
         assert self._exchanges is not None
-        self._hot.learn(layer, pairs)
+        self._hot.learn(layer, pairs, self._rows_per_sequence)
         coming_experts = missing_experts + loaded_experts
         exchanges = self._hot.exchanges(layer, self._static[layer], coming_experts, chosen_experts)
         turn = self._first_layer_turn + layer

@@ -62,11 +62,13 @@ class PassSettings:
     rows: Rows = UNPADDED
     is_staged: bool = False
     """True: pages are copied to pinned memory before they are loaded."""
+    rows_by_choice: int = 0
+    """Maximum rows of a pass with prompts that is computed as a decode pass if the schedule is on-demand."""
 
 
 class Passes:
     """Runs steps, one at a time. A pass with more rows than sequences is prefill, even if some sequences
-    decode."""
+    decode. A few rows of prompts may load the experts that they choose, as a decode pass does."""
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class Passes:
 
     def _run(self, batch: TokenBatch) -> torch.Tensor:
         step_batch, batch = batch, self._settings.rows.add_padding(batch)
-        prompts = batch.num_rows > batch.num_sequences
+        prompts = batch.num_rows > batch.num_sequences and not self._loads_by_choice(batch)
         cache = self._caches[prompts]
         micro_batches = self._divide(batch, prompts)
         parts = [self._part(*micro_batch, cache) for micro_batch in micro_batches]
@@ -170,6 +172,11 @@ class Passes:
         if self._moves:
             return divide_by_context(batch, rows.contexts(batch), largest, rows.has_whole_sequences)
         return divide_by_rows(batch, largest, rows.has_whole_sequences)
+
+    def _loads_by_choice(self, batch: TokenBatch) -> bool:
+        """Whether a pass with prompts is computed as a decode pass."""
+        is_on_demand = self._settings.policy.schedule == "on-demand" and not self._moves
+        return is_on_demand and batch.num_rows <= self._settings.rows_by_choice
 
     @property
     def _moves(self) -> bool:

@@ -36,7 +36,7 @@ from moesaic.offload.post_attention import LocalPostAttention, PostAttention, Sl
 from moesaic.offload.splitting import Splitting
 from moesaic.policy.offloading.dividing import Dividing
 from moesaic.policy.offloading.pipeline import FORCED, SCHEDULES, Schedule
-from moesaic.policy.offloading.policies import Policy
+from moesaic.policy.offloading.policies import Policy, max_rows_by_choice
 from moesaic.policy.offloading.residency import HotExperts
 from moesaic.policy.offloading.revising import Revising
 from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
@@ -347,7 +347,9 @@ def join(
     )
     splitting = Splitting(offload.prices, memory.static, post_attention) if split and offload.prices else None
     parts = PassParts(loaded_model, memory, post_attention, layout.num_experts, caches, splitting, hot)
-    passes = build_passes(config, offload, parts, observe)
+    passes = build_passes(
+        config, offload, parts, observe, rows_by_choice=_find_rows_by_choice(offload, loaded_model)
+    )
     keep = keep_nothing if memory.exchanges is None else ListKeeper(memory.hot_list, hot).after_step
     core, num_listed = choose_cores(offload, loaded_model.kernels)[0], memory.num_listed
     runner = OffloadedRunner(passes, core, layout.expert_bytes, keep=keep, listed_experts=num_listed)
@@ -356,6 +358,14 @@ def join(
     assert isinstance(memory.experts, ElasticExperts) and isinstance(caches.kv, ElasticKV)
     mover = MemoryMover(memory.experts, caches.kv, hot, passes)
     return replace(runner, mover=mover, meter=ReadMeter(offload, division_plan, hot, passes))
+
+
+def _find_rows_by_choice(offload: Offload, loaded_model: LoadedModel) -> int:
+    """As in PassSettings. On a GPU a gate's choice is waited for, and padded prompts have many rows."""
+    if loaded_model.device.type != "cpu" or offload.padded_prompt_len is not None:
+        return 0
+    spec = loaded_model.model.spec
+    return max_rows_by_choice(spec.num_experts, spec.top_k)
 
 
 def learn_choices(hot: HotExperts, layer: int, expert_ids: torch.Tensor, steps: float) -> None:
@@ -379,9 +389,16 @@ class PassParts:
 
 
 def build_passes(
-    config: WorkerConfig, offload: Offload, parts: PassParts, observe: Observe | None = None
+    config: WorkerConfig,
+    offload: Offload,
+    parts: PassParts,
+    observe: Observe | None = None,
+    rows_by_choice: int = 0,
 ) -> Passes:
-    """The passes of a process. The threads of their lanes end when the passes are deleted."""
+    """The passes of a process. The threads of their lanes end when the passes are deleted.
+
+    rows_by_choice: as in PassSettings.
+    """
     loaded_model, memory, post_attention = parts.loaded_model, parts.levels, parts.post_attention
     kv, states = parts.caches.kv, parts.caches.states
     model, size = loaded_model.model, config.cache.block_size
@@ -423,7 +440,9 @@ def build_passes(
         resident, moving = (HybridCache(kv_cache, states, *layers) for kv_cache in (resident, moving))
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded_tokens is None else Padding(padded_tokens, size)
-    settings = PassSettings(_policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged)
+    settings = PassSettings(
+        _policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged, rows_by_choice
+    )
     passes = Passes(model, settings, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes

@@ -12,7 +12,7 @@ from moesaic.cost.hardware import Hardware, Level, Link, Processor
 from moesaic.cost.routing import Routing
 from moesaic.cost.sizes import PUBLISHED_MODELS
 from moesaic.policy.offloading.pipeline import decode
-from moesaic.policy.offloading.policies import Policy, Workload
+from moesaic.policy.offloading.policies import CHOSEN_SHARE, Policy, Workload, max_rows_by_choice
 from moesaic.policy.offloading.pricing import Pricing
 from moesaic.policy.offloading.tasks import Kind, Lane
 
@@ -115,3 +115,11 @@ def test_on_demand_the_link_is_busy_while_gates_have_not_spoken() -> None:
     assert pricing.step(guessing).seconds == pytest.approx(LAYERS * moved[1], rel=0.2)
     for other in (replace(policy, slow_cache=1.0), replace(policy, slow_attention=True)):
         assert not pricing.durations.likely_experts(other), "rows or caches come down, too"
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "rows"), [(128, 8, 24), (8, 2, 5), (256, 8, 50), (4, 4, 0)])
+def test_rows_that_choose_at_most_four_fifths(num_experts: int, top_k: int, rows: int) -> None:
+    assert max_rows_by_choice(num_experts, top_k) == rows
+    if rows:
+        shares = [1 - (1 - top_k / num_experts) ** count for count in (rows, rows + 1)]
+        assert shares[0] <= CHOSEN_SHARE < shares[1]

@@ -21,6 +21,10 @@ BLOCK = 16
 """Tokens in one block of the cache. A block is on one level."""
 
 
+CHOSEN_SHARE = 0.8
+"""Maximum share of a layer's experts that is loaded by choice in a pass with prompts."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """A job: requests that all have the same lengths."""
@@ -117,6 +121,19 @@ def shape_of(policy: Policy, experts: int, layers: int, count: int, prompts: boo
         fast_experts=policy.static_experts > 0,
         guesses=policy.likely_experts > 0 and not prompts,
     )
+
+
+def max_rows_by_choice(num_experts: int, top_k: int) -> int:
+    """Maximum rows of a pass that loads the experts that its gates choose, and not all of each layer.
+
+    Rows that choose evenly then need at most CHOSEN_SHARE of the experts. Real ones need fewer. With more
+    rows all experts are loaded, because that does not wait for the gates.
+
+    Example: 8 of 128 experts. 24 rows choose 79 % of them.
+    """
+    if top_k >= num_experts:
+        return 0
+    return int(math.log(1 - CHOSEN_SHARE) / math.log(1 - top_k / num_experts))
 
 
 def slow_share(workload: Workload, fast: float) -> float:
