@@ -107,10 +107,11 @@ def install(root: CleanRoot, wheel: Path, torch: str | None) -> None:
     [pinned_torch] = re.findall(r"(?m)^torch==.*$", pinned)
     (root.folder / "tmp" / CONSTRAINTS.name).write_text(pinned.replace(pinned_torch, torch or pinned_torch))
     root.run("/usr/bin/python3", "-m", "venv", VENV)
-    pip(root, torch or f"{pinned_torch}+cpu", "--retries", "2", "--extra-index-url", TORCH_INDEX)
     if torch is None:
+        pip(root, f"{pinned_torch}+cpu", "--no-deps", "--retries", "2", "--extra-index-url", TORCH_INDEX)
         pip(root, f"/tmp/{wheel.name}")
     else:
+        pip(root, torch)
         pip(root, "--no-deps", f"/tmp/{wheel.name}")
         pip(root, *requirements(wheel))
 

@@ -105,10 +105,10 @@ def make_root(
     if missing := missing_tools(arch):
         raise RootError(f"a clean root needs {', '.join(missing)}")
     foreign = arch != platform.machine()
-    essential = ("?essential",) if foreign else ()
+    essential = ("--include=?essential",) if foreign else ()
     command = [
         *("mmdebstrap", "--quiet", "--mode=root", f"--variant={'extract' if foreign else 'minbase'}"),
-        *(f"--architectures={ARCHITECTURES[arch]}", f"--include={','.join((*essential, *packages))}"),
+        *(f"--architectures={ARCHITECTURES[arch]}", *essential, f"--include={','.join(packages)}"),
         *(RELEASE, str(folder)),
     ]
     done = subprocess.run(command)
