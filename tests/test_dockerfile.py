@@ -78,6 +78,7 @@ def test_what_it_copies_exists() -> None:
     assert wheels == "--from=build /wheels/*.whl /wheels/"
     built = [words for words in programs(BUILD) if words[:2] == ["pip", "wheel"]]
     assert built == [["pip", "wheel", "--no-deps", "--wheel-dir", "/wheels", "/source"]]
+    assert ["ls", "/wheels/*-linux_*.whl"] in programs(BUILD), "a wheel without kernels ends the build"
 
 
 def test_it_installs_the_pinned_versions(tmp_path: Path) -> None:
