@@ -8,6 +8,7 @@ compose.yaml does. The server must answer /live, /health and /v1/models. After S
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,14 @@ exec chroot --userspec "$user" --groups "" "$root" /usr/bin/env -i "$@"
 
 def main(arguments: Sequence[str] = sys.argv[1:]) -> int:
     name = arguments[0] if arguments else "moesaic"
-    container = buildah("from", "--pull-never", name)
+    if shutil.which("buildah") is None:
+        print("check_image: buildah is missing (Debian: apt install buildah)", file=sys.stderr)
+        return 2
+    try:
+        container = buildah("from", "--pull-never", name)
+    except subprocess.CalledProcessError:  # buildah has said why
+        print(f"check_image: no image {name}; deploy/build_image {name} builds it", file=sys.stderr)
+        return 2
     try:
         config = json.loads(buildah("inspect", "--format", "{{json .OCIv1.Config}}", container))
         statuses, code = ask(Path(buildah("mount", container)), config)

@@ -6,8 +6,10 @@ What a step does in an image is tried by deploy/build_image and scripts/check_im
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from scripts import check_image
 
 from moesaic.commands import cli, serve
 
@@ -127,6 +130,29 @@ def test_its_command_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert cli.main([settings if word == "/etc/moesaic/server.yaml" else word for word in command]) == 0
     assert "ignored" not in capsys.readouterr().err
     assert (found[0][2].host, str(found[0][2].port)) == ("0.0.0.0", *of(FINAL, "EXPOSE"))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("buildah", "mmdebstrap"))),
+    reason="needs root, buildah and mmdebstrap",
+)
+def test_the_image_of_build_image_serves() -> None:
+    name = "localhost/moesaic-test"
+    subprocess.run([ROOT / "deploy" / "build_image", name], check=True)
+    try:
+        assert check_image.main([name]) == 0
+    finally:
+        subprocess.run(["buildah", "rmi", name], check=True)
+
+
+def test_a_missing_buildah_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert check_image.main([]) == 2
+    assert capsys.readouterr().err == "check_image: buildah is missing (Debian: apt install buildah)\n"
 
 
 def test_steps_are_read_over_several_lines() -> None:
