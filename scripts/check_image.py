@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] = sys.argv[1:]) -> int:
         print(f"check_image: no image {name}; deploy/build_image {name} builds it", file=sys.stderr)
         return 2
     try:
-        config = json.loads(buildah("inspect", "--format", "{{json .OCIv1.Config}}", container))
+        config = json.loads(buildah("inspect", container))["OCIv1"]["config"]
         statuses, code = ask(Path(buildah("mount", container)), config)
     finally:
         buildah("rm", container)
