@@ -1,6 +1,7 @@
 """Builds a wheel for the Python that runs this. Who installs it needs no compiler.
 
-    make wheel                               a manylinux wheel in dist/
+    make wheel                                a manylinux wheel in dist/
+    python scripts/wheels.py --arch aarch64   for 64-bit Arm, on a machine of any kind
     python scripts/wheels.py --output-dir DIR
 
 The wheel holds the native kernels of every instruction set. moesaic picks one when it starts. The script
@@ -12,15 +13,21 @@ checks three things. Where one fails, it prints one line and its exit code is 1.
 
 A wheel needs at least the C and C++ libraries of the machine that built it. For older systems, run the script
 in a manylinux image, as .github/workflows/ci.yml does.
+
+Another architecture needs its compiler (Debian: apt install g++-aarch64-linux-gnu). The headers are those of
+this Python: on 64-bit Linux they differ only in macros that no extension uses.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from pathlib import Path
@@ -34,6 +41,8 @@ KERNELS = "kernels_"
 """The beginning of the name of the folder with the objects of one instruction set."""
 COMPILED = ("moesaic/kernels/native/_native.cpython", "moesaic/transport/_shm.cpython")
 """The beginnings of the names of the compiled modules' files."""
+MACHINES = {"x86_64": "EM_X86_64", "aarch64": "EM_AARCH64"}
+"""The architectures that wheels are built for, and their names in ELF files."""
 HARMLESS = {"DW.ref.__gxx_personality_v0"}
 """Shared symbols that are data."""
 
@@ -47,11 +56,15 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output-dir", type=Path, default=ROOT / "dist", help="where the wheel goes")
+    parser.add_argument(
+        "--arch", choices=MACHINES, default=platform.machine(), help="the CPUs that it runs on"
+    )
     arguments = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory(prefix="moesaic-wheel-") as folder:
-            built = build(Path(folder))
+            built = build(Path(folder), arguments.arch)
             check_objects(Path(folder) / "objects")
+            check_machine(built, arguments.arch)
             wheel = repair(built, arguments.output_dir)
     except WheelError as error:
         print(f"wheels: {error}", file=sys.stderr)
@@ -60,11 +73,15 @@ def main() -> int:
     return 0
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, arch: str) -> Path:
     """The wheel as the compiler made it, in `folder`. Its objects are in `folder`/objects."""
+    settings, variables = cross_settings(arch) if arch != platform.machine() else ([], {})
+    options = [f"build-dir={folder / 'objects'}", *settings]
     run(
         *("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"),
-        *("--config-settings", f"build-dir={folder / 'objects'}", "--wheel-dir", str(folder), str(ROOT)),
+        *(word for option in options for word in ("--config-settings", option)),
+        *("--wheel-dir", str(folder), str(ROOT)),
+        **variables,
     )
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -72,6 +89,37 @@ def build(folder: Path) -> Path:
     if missing := [module for module in COMPILED if not any(name.startswith(module) for name in names)]:
         raise WheelError(f"{missing[0]} did not compile; `pip wheel -v --no-build-isolation .` tells why")
     return wheel
+
+
+def cross_settings(arch: str) -> tuple[list[str], dict[str, str]]:
+    """The settings and the environment with which scikit-build-core compiles for another architecture.
+
+    Raises WheelError where the compiler is missing.
+    """
+    compiler = f"{arch}-linux-gnu-g++"
+    if shutil.which(compiler) is None:
+        package = f"g++-{arch.replace('_', '-')}-linux-gnu"
+        raise WheelError(f"--arch {arch}: {compiler} is missing (Debian: apt install {package})")
+    defined = {
+        "CMAKE_SYSTEM_NAME": "Linux",
+        "CMAKE_SYSTEM_PROCESSOR": arch,
+        "CMAKE_CXX_COMPILER": compiler,
+    }
+    suffix = sysconfig.get_config_var("EXT_SUFFIX").replace(platform.machine(), arch)
+    variables = {"_PYTHON_HOST_PLATFORM": f"linux-{arch}", "SETUPTOOLS_EXT_SUFFIX": suffix}
+    return [f"cmake.define.{name}={value}" for name, value in defined.items()], variables
+
+
+def check_machine(wheel: Path, arch: str) -> None:
+    """Raise if a compiled module is for another architecture, by its name or by its code."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if not name.endswith(".so"):
+                continue
+            with archive.open(name) as file:
+                machine = ELFFile(io.BytesIO(file.read()))["e_machine"]
+            if machine != MACHINES[arch] or f"-{arch}-" not in name:
+                raise WheelError(f"{name} is for {machine}; allowed: {MACHINES[arch]}")
 
 
 def check_objects(folder: Path) -> None:
@@ -124,11 +172,11 @@ def repair(wheel: Path, output: Path) -> Path:
         return Path(shutil.copy(repaired, output))
 
 
-def run(module: str, *arguments: str) -> None:
-    """Run `python -m module`. Its PATH begins with the programs that are installed beside this Python."""
+def run(module: str, *arguments: str, **variables: str) -> None:
+    """Run `python -m module` with more variables. Its PATH begins with the programs beside this Python."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env={**os.environ, "PATH": path})
+    done = subprocess.run(command, env={**os.environ, **variables, "PATH": path})
     if done.returncode:
         raise WheelError(f"{module} {arguments[0]} ended with exit code {done.returncode}")
 

@@ -1,13 +1,15 @@
 """Each step of deploy/Dockerfile is read: files exist, versions are the project's, and commands parse.
 
-Docker itself is not asked. What a step does in an image is not tested here.
+What a step does in an image is tried by deploy/build_image and scripts/check_image.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -15,23 +17,24 @@ from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
+from scripts import check_image
 
 from moesaic.commands import cli, serve
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "deploy" / "Dockerfile"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-KNOWN = ("FROM", "COPY", "RUN", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD")
+KNOWN = ("ARG", "FROM", "COPY", "RUN", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD")
 WHEELS = ("moesaic-1.whl",)
 """What `pip wheel` leaves, in place of the real name."""
 
 
 def stages(text: str) -> list[list[tuple[str, str]]]:
-    """The instructions of each stage, as (name, rest). Lines that end with a backslash are joined."""
+    """The instructions before the first stage, and those of each stage, as (name, rest)."""
     whole = re.sub(r"\s*\\\n\s*", " ", text)
     lines = [line for line in whole.splitlines() if line.strip() and not line.startswith("#")]
     steps = [tuple(line.split(maxsplit=1)) for line in lines]
-    found: list[list[tuple[str, str]]] = []
+    found: list[list[tuple[str, str]]] = [[]]
     for name, rest in steps:
         if name == "FROM":
             found.append([])
@@ -39,7 +42,7 @@ def stages(text: str) -> list[list[tuple[str, str]]]:
     return found
 
 
-BUILD, FINAL = stages(FILE.read_text())
+HEAD, BUILD, FINAL = stages(FILE.read_text())
 
 
 def of(stage: list[tuple[str, str]], name: str) -> list[str]:
@@ -54,17 +57,14 @@ def programs(stage: list[tuple[str, str]]) -> list[list[str]]:
 
 
 def test_it_has_known_instructions_only() -> None:
-    assert {name for stage in (BUILD, FINAL) for name, _ in stage} <= set(KNOWN)
+    assert {name for stage in (HEAD, BUILD, FINAL) for name, _ in stage} <= set(KNOWN)
     assert of(BUILD, "FROM")[0].endswith(" AS build")
 
 
 def test_both_stages_have_a_python_that_the_package_supports() -> None:
-    versions = {
-        re.fullmatch(r"python:(3\.\d+)-slim(?: AS build)?", of(one, "FROM")[0]) for one in (BUILD, FINAL)
-    }
-    found = {match[1] for match in versions if match}
-    assert len(found) == 1 and None not in versions, "a wheel is for one version of Python"
-    [version] = found
+    assert (of(BUILD, "FROM"), of(FINAL, "FROM")) == (["${BASE} AS build"], ["${BASE}"])
+    [base] = of(HEAD, "ARG")
+    [version] = re.findall(r"^BASE=python:(3\.\d+)-slim$", base)
     project = PROJECT["project"]
     assert version in SpecifierSet(project["requires-python"])
     assert f"Programming Language :: Python :: {version}" in project["classifiers"]
@@ -81,6 +81,7 @@ def test_what_it_copies_exists() -> None:
     assert wheels == "--from=build /wheels/*.whl /wheels/"
     built = [words for words in programs(BUILD) if words[:2] == ["pip", "wheel"]]
     assert built == [["pip", "wheel", "--no-deps", "--wheel-dir", "/wheels", "/source"]]
+    assert ["ls", "/wheels/*-linux_*.whl"] in programs(BUILD), "a wheel without kernels ends the build"
 
 
 def test_it_installs_the_pinned_versions(tmp_path: Path) -> None:
@@ -131,10 +132,34 @@ def test_its_command_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert (found[0][2].host, str(found[0][2].port)) == ("0.0.0.0", *of(FINAL, "EXPOSE"))
 
 
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not all(map(shutil.which, ("buildah", "mmdebstrap"))),
+    reason="needs root, buildah and mmdebstrap",
+)
+def test_the_image_of_build_image_serves() -> None:
+    name = "localhost/moesaic-test"
+    subprocess.run([ROOT / "deploy" / "build_image", name], check=True)
+    try:
+        assert check_image.main([name]) == 0
+    finally:
+        subprocess.run(["buildah", "rmi", name], check=True)
+
+
+def test_a_missing_buildah_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert check_image.main([]) == 2
+    assert capsys.readouterr().err == "check_image: buildah is missing (Debian: apt install buildah)\n"
+
+
 def test_steps_are_read_over_several_lines() -> None:
     text = "# a comment\nFROM a AS build\nRUN one \\\n    two && three\n\nFROM b\nUSER 1\n"
     assert stages(text) == [
+        [],
         [("FROM", "a AS build"), ("RUN", "one two && three")],
         [("FROM", "b"), ("USER", "1")],
     ]
-    assert programs(stages(text)[0]) == [["one", "two"], ["three"]]
+    assert programs(stages(text)[1]) == [["one", "two"], ["three"]]

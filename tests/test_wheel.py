@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,14 @@ from moesaic import LLM, SamplingParams
 from moesaic.server import web_page
 
 pytest.importorskip("elftools", reason="wheels are built on Linux")
-from scripts.wheels import WheelError, check_objects
+from scripts import check_wheel, source_archive
+from scripts.clean_root import missing_tools
+from scripts.wheels import WheelError, check_objects, cross_settings
 
 ROOT = Path(__file__).parent.parent
+ARM_TORCH = "torch==2.10.0"
+"""The last build for Arm on PyPI without CUDA. The emulated system gets it in place of the pinned version."""
+MACHINE = platform.machine()
 COMPILERS = ("gcc", "g++", "cc", "c++", "clang", "clang++", "cmake", "ninja", "make")
 PROMPTS = ["def add(a, b):", "Tom has 3 apples"]
 PROGRAM = """
@@ -41,14 +47,18 @@ APART = f"namespace avx2 {{\n{SHARED}}}\n"
 AT_LOAD = "namespace avx2 { int now(); int then = now(); }\n"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, ROOT / "scripts" / "wheels.py", "--output-dir", folder]
+def build(folder: Path, *flags: str) -> Path:
+    """The wheel that scripts/wheels.py puts into `folder`."""
+    command = [sys.executable, ROOT / "scripts" / "wheels.py", "--output-dir", folder, *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     [built] = folder.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +118,38 @@ def test_it_answers_as_the_source_tree_does(python: Path) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     wanted = [list(answer.outputs[0].token_ids) for answer in LLM("demo").generate(PROMPTS, params)]
     assert found["tokens"] == wanted
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(bool(missing_tools(MACHINE)), reason=f"needs {', '.join(missing_tools(MACHINE))}")
+def test_it_serves_in_a_system_without_a_compiler(wheel: Path) -> None:
+    assert check_wheel.main([str(wheel)]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    MACHINE != "x86_64" or not shutil.which("aarch64-linux-gnu-g++"), reason="needs g++-aarch64-linux-gnu"
+)
+@pytest.mark.skipif(bool(missing_tools("aarch64")), reason=f"needs {', '.join(missing_tools('aarch64'))}")
+def test_a_wheel_for_arm_serves_under_emulation(tmp_path: Path) -> None:
+    assert check_wheel.main([str(build(tmp_path, "--arch", "aarch64")), "--torch", ARM_TORCH]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_source_archive_builds(tmp_path: Path) -> None:
+    assert source_archive.main(["--output-dir", str(tmp_path), "--build"]) == 0
+
+
+def test_a_missing_cross_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    says = (
+        r"--arch aarch64: aarch64-linux-gnu-g\+\+ is missing \(Debian: apt install g\+\+-aarch64-linux-gnu\)"
+    )
+    with pytest.raises(WheelError, match=says):
+        cross_settings("aarch64")
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
