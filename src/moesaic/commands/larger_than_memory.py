@@ -21,6 +21,7 @@ from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.planning.hardware import file
 from moesaic.planning.serving import estimate_job, plan_server
+from moesaic.runtime.drafting import check_passes
 from moesaic.runtime.fitting import fit
 from moesaic.runtime.machine import cores
 from moesaic.runtime.model_loading import count_gpus
@@ -51,7 +52,7 @@ def plan_server_worker(
     Raises ConfigError for what --fast-memory does not go with.
     """
     check_levels(cluster.resolve(), record)
-    check_drafts(worker)
+    check_passes(worker, offload.pad, count_gpus(worker.model) > 0)
     descriptors.prepare(cluster.tensor_parallel_size)
     worker = replace(worker, parallel=cluster.parallel)
     paged_layout(worker.model)
@@ -170,10 +171,3 @@ def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
         raise ConfigError.field("--devices", cluster.devices, allowed_values)
     if record.record_routing is not None:
         raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
-
-
-def check_drafts(worker: WorkerConfig) -> None:
-    """Raises ConfigError for drafted tokens, of which a pass has none."""
-    drafting = worker.scheduler.speculative_config
-    if drafting is not None:
-        raise ConfigError.field("--speculative-config", drafting, "nothing with --fast-memory")

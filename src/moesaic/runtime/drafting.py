@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moesaic.config import WorkerConfig
-from moesaic.core.speculation import SpeculativeConfig
+from moesaic.core.errors import ConfigError
+from moesaic.core.speculation import FLAG, MAX_CHECKED_ROWS, SpeculativeConfig
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter, NoDrafter
 from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PricedPromptRows, PromptRows
@@ -17,6 +18,28 @@ from moesaic.runtime.model_loading import LoadedModel
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter that a method names. With mtp steps draft tokens, so that no drafter is asked."""
     return NoDrafter() if config.method == "mtp" else NgramDrafter(*config.lookup)
+
+
+def check_passes(config: WorkerConfig, is_padded: bool, is_on_gpu: bool) -> None:
+    """Raises ConfigError for drafts that a pass over a model larger than its fast memory cannot check."""
+    text = config.scheduler.speculative_config
+    if text is None:
+        return
+    if uses_mtp(config):
+        raise ConfigError.field(f"{FLAG}: method", "mtp", "ngram with --fast-memory")
+    if is_padded:
+        raise ConfigError.field("--pad", "true", f"false with {FLAG}")
+    if is_on_gpu:
+        raise ConfigError.field(FLAG, text, "nothing with --fast-memory on a GPU")
+
+
+def most_checked_rows(config: WorkerConfig) -> int:
+    """The most rows of a step with drafted tokens. Where experts are streamed, memory is planned for rows."""
+    offload = config.offload
+    if offload is None:
+        return MAX_CHECKED_ROWS
+    planned_rows = max(offload.prefill_rows, offload.micro_batch)
+    return min(MAX_CHECKED_ROWS, planned_rows, offload.logit_rows or MAX_CHECKED_ROWS)
 
 
 def uses_mtp(config: WorkerConfig) -> bool:
@@ -46,7 +69,8 @@ def make_speculation(config: WorkerConfig, model: Model, expert_bytes: int = 0) 
         return Speculation()
     parsed_config = SpeculativeConfig.parse(speculative_config)
     prices = StepPrices(_work(model, expert_bytes))
-    return Speculation(make_drafter(parsed_config), parsed_config.num_speculative_tokens, prices)
+    num_tokens, max_rows = parsed_config.num_speculative_tokens, most_checked_rows(config)
+    return Speculation(make_drafter(parsed_config), num_tokens, prices, max_rows)
 
 
 def make_prompt_rows(config: WorkerConfig, model: Model, expert_bytes: int = 0) -> PromptRows:
