@@ -21,11 +21,10 @@ from moesaic.cost.hardware import Hardware
 from moesaic.models import files
 from moesaic.planning.hardware import file
 from moesaic.planning.serving import estimate_job, plan_server
-from moesaic.runtime.drafting import check_passes
 from moesaic.runtime.fitting import fit
 from moesaic.runtime.machine import cores
 from moesaic.runtime.model_loading import count_gpus
-from moesaic.runtime.offloaded_worker import paged_layout
+from moesaic.runtime.offloaded_worker import check_drafts, paged_layout
 from moesaic.trace.options import RecordConfig
 
 CLUSTER_SETTINGS = (
@@ -52,7 +51,7 @@ def plan_server_worker(
     Raises ConfigError for what --fast-memory does not go with.
     """
     check_levels(cluster.resolve(), record)
-    check_passes(worker, offload.pad, count_gpus(worker.model) > 0)
+    check_drafts(worker, offload.pad, count_gpus(worker.model) > 0)
     descriptors.prepare(cluster.tensor_parallel_size)
     worker = replace(worker, parallel=cluster.parallel)
     paged_layout(worker.model)

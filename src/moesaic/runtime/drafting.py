@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moesaic.config import WorkerConfig
-from moesaic.core.errors import ConfigError
-from moesaic.core.speculation import FLAG, MAX_CHECKED_ROWS, SpeculativeConfig
+from moesaic.core.speculation import MAX_CHECKED_ROWS, SpeculativeConfig
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter, NoDrafter
 from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PricedPromptRows, PromptRows
@@ -18,19 +17,6 @@ from moesaic.runtime.model_loading import LoadedModel
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter that a method names. With mtp steps draft tokens, so that no drafter is asked."""
     return NoDrafter() if config.method == "mtp" else NgramDrafter(*config.lookup)
-
-
-def check_passes(config: WorkerConfig, is_padded: bool, is_on_gpu: bool) -> None:
-    """Raises ConfigError for drafts that a pass over a model larger than its fast memory cannot check."""
-    text = config.scheduler.speculative_config
-    if text is None:
-        return
-    if uses_mtp(config):
-        raise ConfigError.field(f"{FLAG}: method", "mtp", "ngram with --fast-memory")
-    if is_padded:
-        raise ConfigError.field("--pad", "true", f"false with {FLAG}")
-    if is_on_gpu:
-        raise ConfigError.field(FLAG, text, "nothing with --fast-memory on a GPU")
 
 
 def most_checked_rows(config: WorkerConfig) -> int:

@@ -15,6 +15,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats, PlanStats
 from moesaic.core.offload import Offload
+from moesaic.core.speculation import FLAG
 from moesaic.core.tokens import TokenBatch
 from moesaic.core.weight_types import is_packed
 from moesaic.kernels import table
@@ -45,9 +46,9 @@ from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.divided_memory import DividedMemory, MemoryMover, ReadMeter, divide_memory
 from moesaic.runtime.drafting import (
     add_room_for_drafts,
-    check_passes,
     make_speculation,
     most_checked_rows,
+    uses_mtp,
 )
 from moesaic.runtime.hot_list import ListKeeper
 from moesaic.runtime.memory_levels import (
@@ -91,13 +92,26 @@ def check(config: WorkerConfig) -> None:
             raise ConfigError.field(flag, value, f"{allowed_text} with --fast-memory")
     offload = config.offload
     is_padded = offload is not None and offload.padded_prompt_len is not None
-    check_passes(config, is_padded, is_on_gpu(config.model))
+    check_drafts(config, is_padded, is_on_gpu(config.model))
     if offload is not None and offload.link is not None and is_on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
     if offload is not None:
         _check_attention(offload)
     if offload is not None and offload.padded_prompt_len is not None:
         _check_padded(offload.padded_prompt_len, context_length(config.model))
+
+
+def check_drafts(config: WorkerConfig, is_padded: bool, on_gpu: bool) -> None:
+    """Raises ConfigError for drafts that a pass over a model larger than its fast memory cannot check."""
+    text = config.scheduler.speculative_config
+    if text is None:
+        return
+    if uses_mtp(config):
+        raise ConfigError.field(f"{FLAG}: method", "mtp", "ngram with --fast-memory")
+    if is_padded:
+        raise ConfigError.field("--pad", "true", f"false with {FLAG}")
+    if on_gpu:
+        raise ConfigError.field(FLAG, text, "nothing with --fast-memory on a GPU")
 
 
 def _check_attention(offload: Offload) -> None:
@@ -402,14 +416,12 @@ def build_passes(
         if offload.slow_attention
         else ()
     )
-    likely = offload.likely_experts
     experts_and_links = memory.experts, memory.static, memory.down_link, memory.up_link
     operations = Operations(
         model,
         *experts_and_links,
         post_attention,
-        slow_blocks,
-        likely,
+        *(slow_blocks, offload.likely_experts),
         exchanges=memory.exchanges,
         splitting=parts.splitting,
         hot=parts.hot,
