@@ -155,6 +155,14 @@ def test_what_goes_together_gives_the_same_answers(names: tuple[str, ...], works
     assert workshop.answers(names) == workshop.alone(names)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["a model with states", "`--tensor-parallel-size`", "quantised experts"])
+def test_drafts_are_checked_over_streamed_experts(other: str, workshop: Workshop) -> None:
+    """The groups above have expert servers beside the two."""
+    names = ("`--fast-memory`", "`--speculative-config`", other)
+    assert workshop.answers(names) == workshop.alone(names)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("names", groups(several_hosts=True), ids=" ".join)
 def test_what_goes_together_on_several_hosts_gives_the_same_answers(

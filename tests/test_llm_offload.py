@@ -13,7 +13,9 @@ from moesaic import LLM, RequestOutput, SamplingParams
 from moesaic.core.offload import BlockNeeds, Choice, Division, DivisionPrices, Load, Offload
 from moesaic.kernels import table
 from moesaic.policy.offloading.dividing import Dividing
+from moesaic.policy.scheduling.step_prices import StepPrices
 from tests.support import model_configs, pairs, tiny_models
+from tests.support.drafting import Oracle
 from tests.support.tiny_checkpoints import MODELS, MORE, Written
 
 NEW = 12
@@ -180,6 +182,41 @@ def test_experts_that_give_way_at_every_step_change_no_float(
     results = llm.generate(prompts(), [params(i) for i in range(len(prompts()))])
     assert [floats(result.outputs[0]) for result in results] == checkpoints.wanted(name, "auto")
     assert llm.stats().experts.plan.divisions > 3
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    pairs.params(
+        MODELS,
+        ("pages", "on demand, hot ones stay", "revised by the load", "divided by the load", "two cores",
+         "two cores, the cache moves", "rows one by one"),
+        fast=[(FAST, "on demand, hot ones stay")],
+    ),
+)  # fmt: skip
+def test_drafts_share_the_experts_of_a_pass_and_change_no_float(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, name: str, policy: str
+) -> None:
+    cache, offload = MODELS[name], POLICIES[policy]
+    wanted = checkpoints.wanted(name, cache)
+    known = [(prompt, one[0]) for prompt, one in zip(prompts(), wanted, strict=True)]
+    monkeypatch.setattr("moesaic.runtime.drafting.make_drafter", lambda config: Oracle(known, 0.8))
+    monkeypatch.setattr(StepPrices, "record_duration", lambda self, rows, seconds: None)
+    monkeypatch.setattr("moesaic.runtime.drafting.StepPrices", lambda work: StepPrices(lambda rows: 1.0))
+    llm = LLM(
+        str(checkpoints.paths[name]), threads=1, kv_cache_dtype=cache, max_model_len=128, offload=offload,
+        max_num_seqs=offload.batch, max_num_batched_tokens=64,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3},
+    )  # fmt: skip
+    results = llm.generate(prompts(), [params(i) for i in range(len(prompts()))])
+    assert [floats(result.outputs[0]) for result in results] == wanted
+    counts, passes = llm.stats().speculation, llm.stats().experts.passes
+    if policy == "rows one by one":
+        assert counts.drafts == 0, "a pass has room for one row"
+        return
+    assert 0 < counts.accepted_tokens < counts.draft_tokens
+    decodes = [one for one in passes if not one.prefill]
+    assert sum(one.rows for one in decodes) > sum(one.passes * one.sequences for one in decodes)
 
 
 @needs_native

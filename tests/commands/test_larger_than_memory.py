@@ -93,8 +93,8 @@ def test_a_cache_that_cannot_be_written_is_told(
 
 
 def test_what_a_plan_refuses_is_told_with_the_reason(model: Path, measurements: list[str]) -> None:
-    drafting = '{"method": "ngram", "num_speculative_tokens": 2}'
-    refusal = r"^model: it does not fit .* is refused: --speculative-config: got"
+    drafting = '{"method": "mtp", "num_speculative_tokens": 1}'
+    refusal = r"^model: it does not fit .* is refused: --speculative-config: method: got"
     with pytest.raises(ConfigError, match=refusal):
         settle(model, speculative_config=drafting)
     assert measurements == []

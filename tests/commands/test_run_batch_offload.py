@@ -228,9 +228,14 @@ def test_an_empty_file_starts_nothing(
             "--schedule: got 'barrier'; allowed: lockstep with --fast-memory",
         ),
         (
-            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            ["--speculative-config", '{"method": "mtp", "num_speculative_tokens": 1}'],
             "6MiB",
-            "--speculative-config: got .*; allowed: nothing with --fast-memory",
+            "--speculative-config: method: got 'mtp'; allowed: ngram with --fast-memory",
+        ),
+        (
+            ["--pad", "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
+            "6MiB",
+            "--pad: got 'true'; allowed: false with --speculative-config",
         ),
         (
             ["--autoscale", "attention-workers=1:2"],

@@ -103,7 +103,7 @@ REASONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("`--moe-collectives`", OBSERVED, STEPS),
     (
         "`--fast-memory`",
-        ("`--attention-workers`", "`--prefill-workers`", *OBSERVED[::2], "`--speculative-config`"),
+        ("`--attention-workers`", "`--prefill-workers`", *OBSERVED[::2]),
         PASSES,
     ),
     ("`--prefix-cache-dir`", ("`--nnodes`",), "the first rank looks for the files of all ranks on its host"),

@@ -24,7 +24,7 @@ from moesaic.planning.serving import estimate_job, plan_server
 from moesaic.runtime.fitting import fit
 from moesaic.runtime.machine import cores
 from moesaic.runtime.model_loading import count_gpus
-from moesaic.runtime.offloaded_worker import paged_layout
+from moesaic.runtime.offloaded_worker import check_drafts, paged_layout
 from moesaic.trace.options import RecordConfig
 
 CLUSTER_SETTINGS = (
@@ -51,7 +51,7 @@ def plan_server_worker(
     Raises ConfigError for what --fast-memory does not go with.
     """
     check_levels(cluster.resolve(), record)
-    check_drafts(worker)
+    check_drafts(worker, offload.pad, count_gpus(worker.model) > 0)
     descriptors.prepare(cluster.tensor_parallel_size)
     worker = replace(worker, parallel=cluster.parallel)
     paged_layout(worker.model)
@@ -170,10 +170,3 @@ def check_levels(cluster: ClusterConfig, record: RecordConfig) -> None:
         raise ConfigError.field("--devices", cluster.devices, allowed_values)
     if record.record_routing is not None:
         raise ConfigError.field("--record-routing", str(record.record_routing), "nothing with --fast-memory")
-
-
-def check_drafts(worker: WorkerConfig) -> None:
-    """Raises ConfigError for drafted tokens, of which a pass has none."""
-    drafting = worker.scheduler.speculative_config
-    if drafting is not None:
-        raise ConfigError.field("--speculative-config", drafting, "nothing with --fast-memory")

@@ -20,7 +20,8 @@ from moesaic.jobs.batch.output import read_answered_keys
 from moesaic.jobs.batch.show import Summary, print_summary
 from moesaic.models import files
 from moesaic.planning import WorkerPlan, longest_request, plan
-from moesaic.runtime.offloaded_worker import paged_layout
+from moesaic.runtime.model_loading import count_gpus
+from moesaic.runtime.offloaded_worker import check_drafts, paged_layout
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
 from moesaic.trace.options import RecordConfig
@@ -101,7 +102,7 @@ def _plan_lines(
     Raises ConfigError for drafted tokens and for experts that cannot be streamed, before it measures or plans
     anything.
     """
-    larger_than_memory.check_drafts(worker)
+    check_drafts(worker, offload.pad, count_gpus(worker.model) > 0)
     path = files.resolve(*worker.model.source)
     allow, answered_keys = options.allow_special_tokens_in_content, read_answered_keys(options.output_file)
     tokenizer = Tokenizer(path, options.chat_template, special_tokens_in_content=allow)

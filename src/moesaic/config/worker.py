@@ -436,9 +436,8 @@ class WorkerConfig:
     def _check_speculation(self, text: str) -> None:
         """Raises ConfigError for a wrong setting, and for what drafted tokens cannot go with."""
         SpeculativeConfig.parse(text)
-        for flag, conflict in (("--fast-memory", self.offload), ("--record-routing", self.record)):
-            if conflict is not None:
-                raise ConfigError.field("--speculative-config", text, f"nothing with {flag}")
+        if self.record is not None:
+            raise ConfigError.field("--speculative-config", text, "nothing with --record-routing")
 
     def to_json(self) -> str:
         """The settings as JSON, for the command line of a worker process."""

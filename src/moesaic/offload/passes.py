@@ -62,13 +62,16 @@ class PassSettings:
     rows: Rows = UNPADDED
     is_staged: bool = False
     """True: pages are copied to pinned memory before they are loaded."""
+    checked_rows: int = 0
+    """Maximum rows of a decode pass with several rows of a sequence, which check drafted tokens. 0: nothing
+    is drafted."""
     rows_by_choice: int = 0
     """Maximum rows of a pass with prompts that is computed as a decode pass if the schedule is on-demand."""
 
 
 class Passes:
-    """Runs steps, one at a time. A pass with more rows than sequences is prefill, even if some sequences
-    decode. A few rows of prompts may load the experts that they choose, as a decode pass does."""
+    """Runs steps, one at a time. A pass with rows of prompts is prefill, even if some sequences decode. A few
+    rows of prompts may load the experts that they choose, as a decode pass does."""
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class Passes:
 
     def _run(self, batch: TokenBatch) -> torch.Tensor:
         step_batch, batch = batch, self._settings.rows.add_padding(batch)
-        prompts = batch.num_rows > batch.num_sequences and not self._loads_by_choice(batch)
+        prompts = self.has_prompts(batch) and not self._loads_by_choice(batch)
         cache = self._caches[prompts]
         micro_batches = self._divide(batch, prompts)
         parts = [self._part(*micro_batch, cache) for micro_batch in micro_batches]
@@ -127,6 +130,12 @@ class Passes:
             step_batch, batch, len(parts), (first, timeline), self._operations.loaded_bytes - earlier_bytes
         )
         return _gather_logit_rows(batch, parts, self._model.embedding.device)
+
+    def has_prompts(self, batch: TokenBatch) -> bool:
+        """Whether a pass is prefill: it has rows beside those of next tokens and of drafted ones."""
+        if batch.num_rows == batch.num_sequences:
+            return False
+        return len(batch.logit_rows) < batch.num_rows or batch.num_rows > self._settings.checked_rows
 
     @property
     def policy(self) -> Policy:
@@ -205,7 +214,7 @@ class Passes:
     ) -> None:
         """step_batch: the part of the batch that the step contains. times: of the first layer's load, and of
         the task list."""
-        key = batch.num_rows > batch.num_sequences, parts, batch.num_sequences
+        key = self.has_prompts(batch), parts, batch.num_sequences
         context = int(step_batch.context_lens.sum())
         old = self._stats.get(key, PassStats(*key))
         busy = {BUSY_NAMES[lane]: sum(timeline.busy[lane] for timeline in times) for lane in Lane}

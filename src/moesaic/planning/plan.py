@@ -15,6 +15,7 @@ from moesaic.core.metrics import PassStats
 from moesaic.core.offload import Offload
 from moesaic.core.placement import Placement
 from moesaic.core.profile import Profile
+from moesaic.core.speculation import SpeculativeConfig
 from moesaic.cost.hardware import GIB, Hardware
 from moesaic.cost.ranks import model_of_rank, share_of_rank
 from moesaic.cost.routing import Routing
@@ -278,11 +279,24 @@ def _sizes(worker: WorkerConfig, profile: str | None, gpu: bool) -> ModelSizes:
     kernels = table.pick(device, worker.model.kernels)
     model = read_checkpoint_sizes(path, worker.model.model, kernels, worker.model.dtype, device)
     model = replace(model, activation_number=ROW_BYTES, ties_embeddings=has_tied_embeddings)
+    model = replace(model, seat=model.seat + _count_draft_bytes(worker))
     if profile is not None:
         routing_profile = Profile.load(Path(profile))
         routing_profile.check(registry.routed_model(path).model, profile)
         model = replace(model, routing=Routing.from_profile(routing_profile, model.experts, model.top_k))
     return model
+
+
+def _count_draft_bytes(worker: WorkerConfig) -> int:
+    """Bytes that drafted tokens add to the states of a running sequence, over all layers."""
+    text, path = worker.scheduler.speculative_config, files.resolve(*worker.model.source)
+    if text is None:
+        return 0
+    spec = registry.read_spec(path)
+    if spec.states is None:
+        return 0
+    num_tokens = SpeculativeConfig.parse(text).num_speculative_tokens
+    return 4 * len(spec.state_layers) * num_tokens * spec.states.channels
 
 
 def _cache_number(worker: WorkerConfig, model: ModelSizes, gpu: bool) -> float:

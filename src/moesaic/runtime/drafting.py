@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moesaic.config import WorkerConfig
-from moesaic.core.speculation import SpeculativeConfig
+from moesaic.core.speculation import MAX_CHECKED_ROWS, SpeculativeConfig
 from moesaic.models.model import Model
 from moesaic.policy.scheduling.drafters import Drafter, NgramDrafter, NoDrafter
 from moesaic.policy.scheduling.prompt_rows import AllPromptRows, PricedPromptRows, PromptRows
@@ -17,6 +17,15 @@ from moesaic.runtime.model_loading import LoadedModel
 def make_drafter(config: SpeculativeConfig) -> Drafter:
     """The drafter that a method names. With mtp steps draft tokens, so that no drafter is asked."""
     return NoDrafter() if config.method == "mtp" else NgramDrafter(*config.lookup)
+
+
+def most_checked_rows(config: WorkerConfig) -> int:
+    """The most rows of a step with drafted tokens. Where experts are streamed, memory is planned for rows."""
+    offload = config.offload
+    if offload is None:
+        return MAX_CHECKED_ROWS
+    planned_rows = max(offload.prefill_rows, offload.micro_batch)
+    return min(MAX_CHECKED_ROWS, planned_rows, offload.logit_rows or MAX_CHECKED_ROWS)
 
 
 def uses_mtp(config: WorkerConfig) -> bool:
@@ -46,7 +55,8 @@ def make_speculation(config: WorkerConfig, model: Model, expert_bytes: int = 0) 
         return Speculation()
     parsed_config = SpeculativeConfig.parse(speculative_config)
     prices = StepPrices(_work(model, expert_bytes))
-    return Speculation(make_drafter(parsed_config), parsed_config.num_speculative_tokens, prices)
+    num_tokens, max_rows = parsed_config.num_speculative_tokens, most_checked_rows(config)
+    return Speculation(make_drafter(parsed_config), num_tokens, prices, max_rows)
 
 
 def make_prompt_rows(config: WorkerConfig, model: Model, expert_bytes: int = 0) -> PromptRows:

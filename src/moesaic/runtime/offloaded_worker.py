@@ -15,6 +15,7 @@ from moesaic.core.errors import ConfigError
 from moesaic.core.experts import ExpertLayout
 from moesaic.core.metrics import ExpertStats, PlanStats
 from moesaic.core.offload import Offload
+from moesaic.core.speculation import FLAG
 from moesaic.core.tokens import TokenBatch
 from moesaic.core.weight_types import is_packed
 from moesaic.kernels import table
@@ -43,6 +44,12 @@ from moesaic.policy.scheduling.schedulers.lockstep import LockstepScheduler
 from moesaic.runtime.cache_size import compute_cache_size, make_block_pool
 from moesaic.runtime.context import WorkerContext, WorkerParts
 from moesaic.runtime.divided_memory import DividedMemory, MemoryMover, ReadMeter, divide_memory
+from moesaic.runtime.drafting import (
+    add_room_for_drafts,
+    make_speculation,
+    most_checked_rows,
+    uses_mtp,
+)
 from moesaic.runtime.hot_list import ListKeeper
 from moesaic.runtime.memory_levels import (
     Caches,
@@ -78,19 +85,33 @@ def check(config: WorkerConfig) -> None:
         ("--inflight-batches", scheduler.inflight_batches, 1),
         ("--combine", scheduler.combine, "exact"),
         ("--record-routing", config.record, None),
-        ("--speculative-config", scheduler.speculative_config, None),
         ("--prefill-step-ms", scheduler.prefill_step_ms, None),
     ):
         if value != allowed_value:
             allowed_text = "nothing" if allowed_value is None else str(allowed_value)
             raise ConfigError.field(flag, value, f"{allowed_text} with --fast-memory")
     offload = config.offload
+    is_padded = offload is not None and offload.padded_prompt_len is not None
+    check_drafts(config, is_padded, is_on_gpu(config.model))
     if offload is not None and offload.link is not None and is_on_gpu(config.model):
         raise ConfigError.field("--device", "cuda", "cpu with a link between two cores")
     if offload is not None:
         _check_attention(offload)
     if offload is not None and offload.padded_prompt_len is not None:
         _check_padded(offload.padded_prompt_len, context_length(config.model))
+
+
+def check_drafts(config: WorkerConfig, is_padded: bool, on_gpu: bool) -> None:
+    """Raises ConfigError for drafts that a pass over a model larger than its fast memory cannot check."""
+    text = config.scheduler.speculative_config
+    if text is None:
+        return
+    if uses_mtp(config):
+        raise ConfigError.field(f"{FLAG}: method", "mtp", "ngram with --fast-memory")
+    if is_padded:
+        raise ConfigError.field("--pad", "true", f"false with {FLAG}")
+    if on_gpu:
+        raise ConfigError.field(FLAG, text, "nothing with --fast-memory on a GPU")
 
 
 def _check_attention(offload: Offload) -> None:
@@ -141,6 +162,7 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     config, limits = context.config, context.limits
     check(config)
     loaded_model, layout = load(config, offload, context.progress)
+    loaded_model = add_room_for_drafts(loaded_model, config)
     kv_dtype = choose_kv_dtype(config.cache, loaded_model)
     size = compute_cache_size(config, loaded_model, limits.max_model_len, kv_dtype)
     check_states(config, offload, loaded_model.model.spec)
@@ -152,18 +174,22 @@ def build_parts(context: WorkerContext, offload: Offload) -> WorkerParts:
     if offload.choices:
         runner = replace(runner, revising=Revising(offload.loads, offload.choices))
     root = compute_root(config, loaded_model, kv_dtype)
+    speculation = make_speculation(config, loaded_model.model, layout.num_bytes)
     blocks = make_block_pool(config.cache, size, offload.padded_prompt_len, root)
     return WorkerParts(
         loaded_model,
         kv_dtype,
         size,
         runner,
-        LockstepScheduler(limits, blocks, divider=_make_divider(offload, division_plan, runner)),
+        LockstepScheduler(
+            limits, blocks, speculation=speculation, divider=_make_divider(offload, division_plan, runner)
+        ),
         caches.memory(loaded_model.model.spec),
         stored_root=root,
         expert_stats=runner.stats,
         observer=observer,
         logit_rows=offload.logit_rows,
+        speculation=speculation,
         linger=0.0 if offload.choices else LINGER,
         expert_layout=layout,
         divide=None if runner.mover is None else runner.mover.divide,
@@ -230,8 +256,8 @@ class OffloadedRunner:
 
     def _compute(self, batch: TokenBatch) -> StepResult:
         with self.core():
-            # Choices are made for decode passes, in which each sequence has one row.
-            if self.revising is not None and batch.num_rows == batch.num_sequences:
+            # Choices are made for decode passes.
+            if self.revising is not None and not self.passes.has_prompts(batch):
                 self._revise(self.revising, batch)
             hidden = self.passes.run(batch)
         result = StepResult(hidden, expert_reads=self.meter.after_step() if self.meter else None)
@@ -407,14 +433,12 @@ def build_passes(
         if offload.slow_attention
         else ()
     )
-    likely = offload.likely_experts
     experts_and_links = memory.experts, memory.static, memory.down_link, memory.up_link
     operations = Operations(
         model,
         *experts_and_links,
         post_attention,
-        slow_blocks,
-        likely,
+        *(slow_blocks, offload.likely_experts),
         exchanges=memory.exchanges,
         splitting=parts.splitting,
         hot=parts.hot,
@@ -441,7 +465,9 @@ def build_passes(
     decodes = resident if offload.slow_attention else moving
     rows: Rows = UNPADDED if padded_tokens is None else Padding(padded_tokens, size)
     settings = PassSettings(
-        _policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged, rows_by_choice
+        *(_policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged),
+        checked_rows=0 if config.scheduler.speculative_config is None else most_checked_rows(config),
+        rows_by_choice=rows_by_choice,
     )
     passes = Passes(model, settings, operations, lanes, moving, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)

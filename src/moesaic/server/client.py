@@ -43,6 +43,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV was already there. None: the server does not say."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Client:
         timeout: float | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
-        self._clock = clock
+        self.clock = clock
         # A load generator decides itself how many requests are open. httpx would allow 100.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx.AsyncClient(
@@ -159,7 +161,7 @@ class Client:
                     _reply(response).require_success()
                 async with aclosing(_events(response)) as events:
                     async for event in events:
-                        yield _chunk(event, self._clock())
+                        yield _chunk(event, self.clock())
         except httpx.HTTPError as error:
             raise self._connection_error(error) from error
 
@@ -312,7 +314,12 @@ def _usage(event: dict[str, Any]) -> Usage | None:
     counts = event.get("usage")
     if not counts:
         return None
-    return Usage(int(counts.get("prompt_tokens") or 0), int(counts.get("completion_tokens") or 0))
+    cached_tokens = (counts.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return Usage(
+        int(counts.get("prompt_tokens") or 0),
+        int(counts.get("completion_tokens") or 0),
+        None if cached_tokens is None else int(cached_tokens),
+    )
 
 
 def _message(body: Any) -> str:

@@ -157,3 +157,10 @@ def test_bad_throughput_options_are_one_line():
         ThroughputBench(output_len=0)
     with pytest.raises(ConfigError, match="--random-range-ratio"):
         ThroughputBench(random_range_ratio=-0.1)
+
+
+def test_random_prompts_may_begin_alike():
+    options = ServeBench(num_prompts=4, random_input_len=7, random_prefix_len=5)
+    prompts = [item.prompt for item in plan_serve(options, POOL).load]
+    assert {len(prompt) for prompt in prompts} == {12}
+    assert len({tuple(prompt[:5]) for prompt in prompts}) == 1 < len({tuple(p[5:]) for p in prompts})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -52,21 +53,26 @@ class TraceRow:
 
 
 COLUMNS = ("arrival_s", "input_tokens", "output_tokens")
+"""Columns of a CSV file."""
+MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length")
+"""Fields of a line of a Mooncake trace. The time is in milliseconds."""
 
 
 def read_trace(path: Path, limit: int, scale: float = 1.0, length_scale: float = 1.0) -> list[TraceRow]:
     """The first `limit` requests of a trace, with arrivals `scale` times as fast and lengths `length_scale`
     times as long.
 
-    Times count from the first row. Raises ConfigError if a column or a number is missing.
+    A file that ends with .jsonl has Mooncake's form, any other is CSV. Times count from the first row. Raises
+    ConfigError if a column or a number is missing.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(islice(_rows(path, csv.DictReader(file)), limit))
+            lines = _json_rows(path, file) if path.suffix == ".jsonl" else _rows(path, csv.DictReader(file))
+            rows = list(islice(lines, limit))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace: {path}: {error}") from error
     if not rows:
-        raise ConfigError.field("--trace", str(path), "a CSV file with at least one row")
+        raise ConfigError.field("--trace", str(path), "a CSV or JSONL file with at least one row")
     rows.sort(key=lambda row: row.arrival)
     first = rows[0].arrival
     return [
@@ -90,3 +96,19 @@ def _rows(path: Path, reader: csv.DictReader[str]) -> Iterator[TraceRow]:
         except (TypeError, ValueError, OverflowError) as error:
             place = f"{path} line {reader.line_num}"
             raise ConfigError(f"--trace: {place}: got {list(row.values())}; allowed: numbers") from error
+
+
+def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[TraceRow]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            milliseconds, input_tokens, output_tokens = (float(fields[name]) for name in MOONCAKE_FIELDS)
+            yield TraceRow(milliseconds / 1000, int(input_tokens), int(output_tokens))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            allowed_values = f"an object with the numbers {', '.join(MOONCAKE_FIELDS)}"
+            place = f"{path} line {number}"
+            raise ConfigError(
+                f"--trace: {place}: got {line.strip()[:80]}; allowed: {allowed_values}"
+            ) from error

@@ -30,6 +30,10 @@ class Outcome:
     """Times between two events with text."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens whose KV the server already had. None: it does not say."""
+    content: str = ""
+    """The answer without its reasoning."""
     error: str | None = None
     """A line about the failure of the request, or None. After a failure only `send_time` is valid."""
 
@@ -60,14 +64,14 @@ class _LatencyRecorder:
         self._outcome = outcome
         self._last: float | None = None
         """Time of the last text."""
-        self._texts = 0
+        self._contents: list[str] = []
         self._usage = False
         self._has_ended = False
 
     def take(self, chunk: Chunk) -> None:
         outcome = self._outcome
         if chunk.text:
-            self._texts += 1
+            self._contents.append(chunk.content)
             if self._last is None:
                 outcome.ttft = chunk.arrival_time - outcome.send_time
             else:
@@ -80,9 +84,11 @@ class _LatencyRecorder:
             self._usage = True
             outcome.prompt_tokens = chunk.usage.prompt_tokens
             outcome.output_tokens = chunk.usage.completion_tokens
+            outcome.cached_tokens = chunk.usage.cached_tokens
 
     def finish(self) -> None:
         """The stream ended without an error. The answer may still be incomplete."""
+        self._outcome.content = "".join(self._contents)
         if not self._has_ended and self._last is None:
             self._outcome.error = "the stream ended without an answer"
         # Without counts the number of tokens is not known: an event may bring several.

@@ -94,6 +94,64 @@ def summarise(
     )
 
 
+@dataclass(frozen=True)
+class TurnKind:
+    """The figures of the completed turns of one kind."""
+
+    name: str
+    num_completed: int
+    ttft: Spread
+    decode_rate: float
+    """Generated tokens per second of one turn, after its first token. 0 if no turn has two tokens."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    """Prompt tokens that were read from a cache. None: the server does not say."""
+    output_tokens: int
+
+    @property
+    def num_computed_tokens(self) -> int | None:
+        """Prompt tokens that were computed. None: the server does not say."""
+        return None if self.cached_tokens is None else self.prompt_tokens - self.cached_tokens
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures with names like those of the whole report."""
+        times = {f"p{point:g}_ttft_ms": value for point, value in self.ttft.percentiles.items()}
+        return {
+            "completed": self.num_completed,
+            "mean_ttft_ms": self.ttft.mean,
+            **times,
+            "output_tokens_per_second_of_a_turn": self.decode_rate,
+            "input_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "computed_tokens": self.num_computed_tokens,
+            "output_tokens": self.output_tokens,
+        }
+
+
+def summarise_turns(turns: Sequence[tuple[str, Outcome]], percentiles: Sequence[float]) -> list[TurnKind]:
+    """The figures of each kind of turns, given as (kind, outcome), in order of the first turn of a kind."""
+    outcomes_by_kind: dict[str, list[Outcome]] = {}
+    for name, outcome in turns:
+        if outcome.error is None:
+            outcomes_by_kind.setdefault(name, []).append(outcome)
+    return [_summarise_kind(name, outcomes, percentiles) for name, outcomes in outcomes_by_kind.items()]
+
+
+def _summarise_kind(name: str, outcomes: Sequence[Outcome], percentiles: Sequence[float]) -> TurnKind:
+    seconds = sum(outcome.latency - outcome.ttft for outcome in outcomes)
+    later_tokens = sum(max(0, outcome.output_tokens - 1) for outcome in outcomes)
+    cached_counts = [outcome.cached_tokens for outcome in outcomes if outcome.cached_tokens is not None]
+    return TurnKind(
+        name,
+        len(outcomes),
+        spread(samples("ttft", outcomes), percentiles),
+        later_tokens / seconds if seconds > 0 else 0.0,
+        sum(outcome.prompt_tokens for outcome in outcomes),
+        sum(cached_counts) if len(cached_counts) == len(outcomes) else None,
+        sum(outcome.output_tokens for outcome in outcomes),
+    )
+
+
 def samples(metric: str, outcomes: Sequence[Outcome]) -> list[float]:
     """The metric's values in milliseconds: one for each request, or one for each gap for itl."""
     match metric:

@@ -81,7 +81,10 @@ def _random(
         if options.mix is not None
         else (range_around(options.random_input_len, ratio), range_around(options.random_output_len, ratio))
     )
-    items = random_items(options.num_prompts + spare, input_lengths, output_lengths, pool, rng)
+    items = random_items(
+        *(options.num_prompts + spare, input_lengths, output_lengths, pool, rng),
+        prefix_len=options.prefix_len,
+    )
     times = _times(options, options.num_prompts, rng) + [0.0] * spare
     return [Item(item.prompt, item.output_len, time) for item, time in zip(items, times, strict=True)]
 
@@ -93,12 +96,14 @@ def random_items(
     pool: Sequence[int] | range,
     rng: np.random.Generator,
     token_rng: np.random.Generator | None = None,
+    prefix_len: int = 0,
 ) -> list[Item]:
     """Random prompts with lengths from `input_lengths`, and answers with lengths from `output_lengths`.
 
     token_rng: draws the tokens in place of `rng`, so that other tokens can have the same lengths.
+    prefix_len: tokens that all prompts begin with, beside those.
     """
-    prompts = random_prompts(input_lengths.draw(count, rng).tolist(), pool, token_rng or rng)
+    prompts = random_prompts(input_lengths.draw(count, rng).tolist(), pool, token_rng or rng, prefix_len)
     return [Item(p, int(n)) for p, n in zip(prompts, output_lengths.draw(count, rng), strict=True)]
 
 

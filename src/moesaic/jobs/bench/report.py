@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moesaic.jobs.bench.conversations import Turn
 from moesaic.jobs.bench.load import Outcome
-from moesaic.jobs.bench.measure import TITLES, Spread, Summary
+from moesaic.jobs.bench.measure import TITLES, Spread, Summary, TurnKind, summarise_turns
 
 MEDIAN = 50
 """The percentile that the table calls median."""
@@ -56,6 +57,8 @@ class Report:
     outcomes: Sequence[Outcome]
     runs: WorkerRuns | None = None
     """The runs of the server's attention workers. None: the server does not count them."""
+    turns: Sequence[Turn] = ()
+    """The turns of agents, with the same outcomes. Empty without --num-clients."""
 
     def to_dict(self, with_details: bool = False) -> dict[str, Any]:
         """The report with vLLM's names. with_details: include the measurements of each request."""
@@ -88,10 +91,17 @@ class Report:
             "errors": dict(self.errors()),
         }
         fields |= dict(_flat(summary))
+        if self.turns:
+            fields["turns"] = {kind.name: kind.to_dict() for kind in self.turn_kinds()}
         return fields | (self._details() if with_details else {})
 
     def to_json(self, with_details: bool = False) -> str:
         return json.dumps(self.to_dict(with_details))
+
+    def turn_kinds(self) -> list[TurnKind]:
+        """The figures of the turns of each kind."""
+        points = next((list(spread.percentiles) for spread in self.summary.spreads.values()), [])
+        return summarise_turns([(turn.kind, turn.outcome) for turn in self.turns], points)
 
     def errors(self) -> list[tuple[str, int]]:
         """The most frequent errors, each with its count."""
@@ -99,10 +109,18 @@ class Report:
         return [(message, count) for message, count in error_counts.most_common(5)]
 
     def _details(self) -> dict[str, Any]:
-        """Parallel lists with one entry for each request in order of arrival; times in seconds."""
-        return {
+        """Parallel lists with one entry for each request in order of arrival; times in seconds.
+
+        With agents they are in order of agent and turn.
+        """
+        places = {
+            "agents": [turn.agent for turn in self.turns],
+            "turn_numbers": [turn.number for turn in self.turns],
+        }
+        return (places if self.turns else {}) | {
             "start_times": [outcome.send_time for outcome in self.outcomes],
             "input_lens": [outcome.prompt_tokens for outcome in self.outcomes],
+            "cached_lens": [outcome.cached_tokens for outcome in self.outcomes],
             "output_lens": [outcome.output_tokens for outcome in self.outcomes],
             "ttfts": [outcome.ttft for outcome in self.outcomes],
             "itls": [outcome.gaps for outcome in self.outcomes],
@@ -115,6 +133,8 @@ def print_report(report: Report, console: Console) -> None:
     """Print two tables: counts and throughput, then latencies."""
     console.print(_totals(report))
     console.print(_latencies(report.summary.spreads))
+    if report.turns:
+        console.print(_turns(report.turn_kinds()))
     for message, count in report.errors():
         console.print(f"{count} x {message}", style="red", markup=False, highlight=False, soft_wrap=True)
 
@@ -160,6 +180,22 @@ def _latencies(spreads: Mapping[str, Spread]) -> Table:
     for name, spread in spreads.items():
         cells = (spread.mean, spread.median, spread.std, *(spread.percentiles[point] for point in columns))
         table.add_row(name, *(f"{cell:.2f}" if spread.count else "-" for cell in cells))
+    return table
+
+
+def _turns(kinds: Sequence[TurnKind]) -> Table:
+    caption = "cold: first turn of the first agent; shared: first turns of others; warm: later turns"
+    table = Table(title="turns; time to first token in ms", caption=caption)
+    table.add_column("")
+    points = kinds[0].ttft.percentiles if kinds else {}
+    headings = ("turns", "mean", *(f"p{point:g}" for point in points))
+    for heading in (*headings, "tok/s of a turn", "prompt tokens", "computed", "cached"):
+        table.add_column(heading, justify="right")
+    for kind in kinds:
+        times = [f"{time:.2f}" for time in (kind.ttft.mean, *kind.ttft.percentiles.values())]
+        prompt_counts = (kind.prompt_tokens, kind.num_computed_tokens, kind.cached_tokens)
+        counts = ["-" if count is None else str(count) for count in prompt_counts]
+        table.add_row(kind.name, str(kind.num_completed), *times, f"{kind.decode_rate:.2f}", *counts)
     return table
 
 

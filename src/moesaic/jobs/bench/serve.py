@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moesaic.core.errors import ConfigError, ConnectionLost, MoesaicError
+from moesaic.jobs.bench.agents import Json
+from moesaic.jobs.bench.conversations import ENDPOINT, Agents, check_conversation
 from moesaic.jobs.bench.load import Clock, Load, Outcome
 from moesaic.jobs.bench.measure import (
     METRICS,
@@ -73,6 +75,8 @@ async def _run(options: ServeBench, console: Console, clock: Clock) -> Report:
         options.base_url, api_key=options.api_key, timeout=options.request_timeout, clock=clock
     ) as client:
         model, limit = await _choose_model(client, options.model)
+        if options.num_clients is not None:
+            return await _run_agents(options, client, parsed_options, (model, limit), console)
         plan = plan_serve(options, await _alphabet(client, model, options))
         if limit is not None:
             check_lengths([*plan.warmup, *plan.light, *plan.load], limit)
@@ -81,6 +85,79 @@ async def _run(options: ServeBench, console: Console, clock: Clock) -> Report:
         await bench.warm_up(plan.warmup)
         light, objectives = await bench.objectives(plan.light)
         return await bench.measure(model, plan, light, objectives)
+
+
+async def _run_agents(
+    options: ServeBench,
+    client: Client,
+    parsed_options: _ParsedOptions,
+    model_and_limit: tuple[str, int | None],
+    console: Console,
+) -> Report:
+    """Measure conversations in place of single requests."""
+    model, limit = model_and_limit
+    if limit is not None:
+        check_conversation(options, limit)
+    body = _make_chat_body(options, model, parsed_options.extra)
+    agents = Agents(client, options, body, client.clock, asyncio.sleep)
+    outcomes, scale = await agents.warm_up()
+    _require_success("warm-up", outcomes)
+    agents.peak = 0
+    assert options.num_clients is not None
+    num_turns = options.num_clients * options.max_turns
+    with _progress(console, num_turns, client.clock) as show:
+        agents.on_outcome = show
+        runs_before = await _count_runs(client)
+        start = client.clock()
+        turns = await agents.run(scale)
+        duration = client.clock() - start
+        runs = _subtract_runs(await _count_runs(client), runs_before)
+    measured_load = _MeasuredLoad([turn.outcome for turn in turns], duration, agents.peak, runs)
+    report = _make_report(options, parsed_options, (model, client.base_url), measured_load)
+    return replace(report, endpoint=ENDPOINT, turns=turns)
+
+
+@dataclass(frozen=True)
+class _MeasuredLoad:
+    """What became of the measured requests."""
+
+    outcomes: list[Outcome]
+    duration: float
+    peak: int
+    """Maximum number of requests in flight at once."""
+    runs: WorkerRuns | None
+
+
+def _make_report(
+    options: ServeBench,
+    parsed_options: _ParsedOptions,
+    model_and_url: tuple[str, str],
+    measured_load: _MeasuredLoad,
+    light: Summary | None = None,
+    objectives: dict[str, float] | None = None,
+) -> Report:
+    goals = parsed_options.goodput if objectives is None else objectives
+    model, base_url = model_and_url
+    outcomes = measured_load.outcomes
+    return Report(
+        model=model,
+        base_url=base_url,
+        endpoint=options.endpoint,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
+        num_prompts=len(outcomes),
+        request_rate=options.request_rate,
+        burstiness=options.burstiness,
+        max_concurrency=options.max_concurrency,
+        seed=options.seed,
+        summary=summarise(
+            outcomes, measured_load.duration, parsed_options.metrics, parsed_options.percentiles, goals
+        ),
+        max_concurrent_requests=measured_load.peak,
+        objectives=goals,
+        light=light,
+        outcomes=outcomes,
+        runs=measured_load.runs,
+    )
 
 
 @dataclass
@@ -122,26 +199,10 @@ class _Bench:
             start = self.clock()
             outcomes = await load.run(plan.load, options.max_concurrency)
             duration = self.clock() - start
-            runs_after = await _count_runs(self.client)
-        return Report(
-            model=model,
-            base_url=self.client.base_url,
-            endpoint=options.endpoint,
-            date=datetime.now().astimezone().isoformat(timespec="seconds"),
-            num_prompts=len(plan.load),
-            request_rate=options.request_rate,
-            burstiness=options.burstiness,
-            max_concurrency=options.max_concurrency,
-            seed=options.seed,
-            summary=summarise(
-                outcomes, duration, self.parsed_options.metrics, self.parsed_options.percentiles, objectives
-            ),
-            max_concurrent_requests=load.peak,
-            objectives=objectives,
-            light=light,
-            outcomes=outcomes,
-            runs=None if runs_before is None or runs_after is None else runs_after.subtract(runs_before),
-        )
+            runs = _subtract_runs(await _count_runs(self.client), runs_before)
+        measured_load = _MeasuredLoad(outcomes, duration, load.peak, runs)
+        model_and_url = model, self.client.base_url
+        return _make_report(options, self.parsed_options, model_and_url, measured_load, light, objectives)
 
     def _load(self, show: Callable[[Outcome], None] = lambda outcome: None) -> Load:
         return Load(self.client, self.options.endpoint, self.body, self.clock, asyncio.sleep, show)
@@ -194,6 +255,10 @@ async def _count_runs(client: Client) -> WorkerRuns | None:
     return WorkerRuns(*(int(float(count[1])) for count in counts if count is not None))
 
 
+def _subtract_runs(end_runs: WorkerRuns | None, start_runs: WorkerRuns | None) -> WorkerRuns | None:
+    return None if start_runs is None or end_runs is None else end_runs.subtract(start_runs)
+
+
 async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence[int] | range:
     """The token ids that random prompts are drawn from."""
     if options.dataset_path is not None:
@@ -210,10 +275,8 @@ async def _alphabet(client: Client, model: str, options: ServeBench) -> Sequence
     )
 
 
-def _make_body(
-    options: ServeBench, model: str, extra: dict[str, object]
-) -> Callable[[Item], dict[str, object]]:
-    """Makes the body of an item. Fields that not every server knows are sent only if they were asked for."""
+def _common_fields(options: ServeBench, model: str) -> dict[str, object]:
+    """The fields of every body. Fields that not every server knows are sent only if they were asked for."""
     common_fields: dict[str, object] = {
         "model": model,
         "stream": True,
@@ -223,6 +286,14 @@ def _make_body(
         common_fields["temperature"] = options.temperature
     if options.ignore_eos:
         common_fields["ignore_eos"] = True
+    return common_fields
+
+
+def _make_body(
+    options: ServeBench, model: str, extra: dict[str, object]
+) -> Callable[[Item], dict[str, object]]:
+    """Makes the body of an item."""
+    common_fields = _common_fields(options, model)
 
     def body(item: Item) -> dict[str, object]:
         if options.endpoint == "/v1/completions":
@@ -230,6 +301,20 @@ def _make_body(
         else:
             prompt_fields = {"messages": [{"role": "user", "content": item.prompt}]}
         return {**common_fields, **prompt_fields, "max_tokens": item.output_len, **extra}
+
+    return body
+
+
+def _make_chat_body(
+    options: ServeBench, model: str, extra: dict[str, object]
+) -> Callable[[list[Json], list[Json], int], Json]:
+    """Makes the body of an agent's turn. The tools are in the prompt. What the model calls stays text, so
+    answers are as long as they were asked to be."""
+    common_fields = _common_fields(options, model)
+
+    def body(messages: list[Json], tools: list[Json], max_tokens: int) -> Json:
+        fields = {"messages": messages, "tools": tools, "tool_choice": "none", "max_tokens": max_tokens}
+        return {**common_fields, **fields, **extra}
 
     return body
 

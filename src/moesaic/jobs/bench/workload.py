@@ -26,7 +26,7 @@ class Item:
     """Time of sending, in seconds after the start."""
 
 
-_WORDS = """
+_WORD_LINES = """
 time year people way day man thing woman life child world school state family student group country
 problem hand part place case week company system program question work government number night point
 home water room mother area money story fact month lot right study book eye job word business issue
@@ -35,10 +35,12 @@ name president team minute idea body information back parent face others level o
 person art war history party result change morning reason research girl moment air teacher force
 education import return class def self lambda yield
 """
+WORDS = tuple(_WORD_LINES.split())
+"""Common words."""
 
 POOL_TEXT = " ".join(
     f"{word}{number} {word.upper()} {word.title()}s, {number * number}: ({word}_{number}) [{word}ing];"
-    for number, word in enumerate(_WORDS.split())
+    for number, word in enumerate(WORDS)
 )
 """A text with many different tokens. Random prompts use them if only the server knows the vocabulary."""
 
@@ -49,11 +51,16 @@ def token_pool(token_ids: Sequence[int]) -> list[int]:
 
 
 def random_prompts(
-    lengths: Sequence[int], pool: Sequence[int] | range, rng: np.random.Generator
+    lengths: Sequence[int], pool: Sequence[int] | range, rng: np.random.Generator, prefix_len: int = 0
 ) -> list[Prompt]:
-    """Prompts of these lengths, with tokens drawn from `pool`. A prefix cache cannot help random prompts."""
+    """Prompts of these lengths, with tokens drawn from `pool`.
+
+    prefix_len: tokens that all of them begin with. A prefix cache helps with these alone.
+    """
     alphabet = np.asarray(pool)
-    return [alphabet[rng.integers(0, len(alphabet), length)].tolist() for length in lengths]
+    prefix = rng.integers(0, len(alphabet), prefix_len)
+    draws = (np.concatenate((prefix, rng.integers(0, len(alphabet), length))) for length in lengths)
+    return [alphabet[draw].tolist() for draw in draws]
 
 
 def read_prompts(path: Path) -> list[tuple[str, int | None]]:

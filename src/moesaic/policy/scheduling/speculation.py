@@ -38,14 +38,20 @@ class Speculation:
     """Drafts tokens for the sequences of a step. The default drafts nothing."""
 
     def __init__(
-        self, drafter: Drafter | None = None, max_tokens: int = 0, prices: StepPrices | None = None
+        self,
+        drafter: Drafter | None = None,
+        max_tokens: int = 0,
+        prices: StepPrices | None = None,
+        max_rows: int = MAX_CHECKED_ROWS,
     ) -> None:
         """max_tokens: maximum number of drafted tokens of a request in a step; 0: nothing is drafted.
 
         prices: of steps by rows. None: every step has the same price, so that as much is drafted as may be.
+        max_rows: maximum number of rows of a step with drafted tokens, at most MAX_CHECKED_ROWS.
         """
         self._drafter: Drafter = drafter or NoDrafter()
         self._max_tokens = max_tokens
+        self._max_rows = max_rows
         self._prices = prices or StepPrices(lambda rows: 1.0)
         self._counts = _Counts([0] * max_tokens)
         self._total_acceptance = Acceptance(fade=SLOW_FADE)
@@ -89,7 +95,7 @@ class Speculation:
 
         room: maximum number of drafted tokens. spare: KV blocks that must stay available.
         """
-        room = min(room, MAX_CHECKED_ROWS - len(sequences))
+        room = min(room, self._max_rows - len(sequences))
         if not self._max_tokens or room <= 0 or not sequences:
             return
         for sequence, max_tokens in zip(sequences, self._choose_counts(sequences, room), strict=True):
