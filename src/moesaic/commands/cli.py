@@ -46,10 +46,12 @@ from moesaic.config import (
     QueueConfig,
     SchedulerConfig,
     ServerConfig,
+    SeveralModelsConfig,
     TraceConfig,
     WorkerConfig,
     admin_key,
     api_key,
+    parse_models,
     resolve_server,
 )
 from moesaic.config import settings as variables
@@ -85,6 +87,7 @@ app.register_install_completion_command(
 @app.command
 def serve(
     model: Annotated[ModelConfig, FLAT],
+    several: Annotated[SeveralModelsConfig, FLAT] = SeveralModelsConfig(),
     *,
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
@@ -100,16 +103,30 @@ def serve(
     file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
-    """Serve a model over an OpenAI-compatible HTTP API.
+    """Serve a model over an OpenAI-compatible HTTP API, or several: serve A B.
 
     SIGTERM and Ctrl-C finish the requests in flight; a second one stops at once.
     """
-    from moesaic.commands import serve as command
-
+    named_models = parse_models([model.model, *several.models])
+    first = named_models[0]
     worker = WorkerConfig(
-        model, cache, scheduler, trace=tracing.trace, queues=queues, log_level=log.log_level
+        replace(model, model=first.source),
+        cache,
+        scheduler,
+        trace=tracing.trace,
+        queues=queues,
+        log_level=log.log_level,
     )
     given = resolve_server(server)
+    if several.is_wanted:
+        from moesaic.commands import serve_several
+        from moesaic.commands.served_model.settings import ServedModel
+
+        common = ServedModel(worker, cluster, given, connections, record, offload, cors)
+        return serve_several.run(named_models, several, common, output.json)
+    from moesaic.commands import serve as command
+
+    given = replace(given, served_model_name=given.served_model_name or first.names)
     return command.run(worker, cluster, given, connections, record, output.json, cors, offload)
 
 

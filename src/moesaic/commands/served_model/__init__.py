@@ -1,0 +1,1 @@
+"""One of the models of `moesaic serve A B`, as a program of its own."""
