@@ -359,9 +359,8 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
         *("jobs.quantizing.options", "trace.options"),
     ),
-    "commands.served_model": ("commands", "config", "core", "trace"),
+    "commands.served_model": ("commands", "core", "trace.logs"),
     "commands": (
-        "commands.served_model",
         *(
             "",
             "jobs.batch",

@@ -120,7 +120,7 @@ def serve(
     given = resolve_server(server)
     if several.is_wanted:
         from moesaic.commands import serve_several
-        from moesaic.commands.served_model.settings import ServedModel
+        from moesaic.commands.model_settings import ServedModel
 
         common = ServedModel(worker, cluster, given, connections, record, offload, cors)
         return serve_several.run(named_models, several, common, output.json)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection as PipeConnection
 from typing import Any
 
-from moesaic.commands.served_model.settings import ServedModel
+from moesaic.commands.model_settings import ServedModel
 from moesaic.config import parse_bytes
 from moesaic.core.errors import EngineDeadError, MoesaicError
 from moesaic.runtime import quick_fit

@@ -18,7 +18,7 @@ from typing import Any
 
 from moesaic.commands import descriptors
 from moesaic.commands.memory_need import count_loaded_bytes, measure
-from moesaic.commands.served_model.settings import ServedModel
+from moesaic.commands.model_settings import ServedModel
 from moesaic.config import (
     CorsConfig,
     NamedModel,

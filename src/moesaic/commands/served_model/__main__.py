@@ -14,7 +14,7 @@ import sys
 import threading
 
 from moesaic.commands import serve
-from moesaic.commands.served_model.settings import ServedModel
+from moesaic.commands.model_settings import ServedModel
 from moesaic.core.errors import ConfigError, MoesaicError
 from moesaic.trace import logs
 
