@@ -70,9 +70,9 @@ class Front:
         return next((float(found.split()[-1]) for found in text.splitlines() if found.startswith(line)), 0.0)
 
     def pids(self, model: str) -> list[int]:
-        """The process of a model, and those that it has started."""
+        """The process of a model, and its worker."""
         server = next(pid for pid in list_children(self.process.pid) if command_of(pid).endswith(f" {model}"))
-        return [server, *list_children(server)]
+        return [server, *(pid for pid in list_children(server) if "moesaic.runtime" in command_of(pid))]
 
     def close(self) -> None:
         self.client.close()
