@@ -87,7 +87,7 @@ app.register_install_completion_command(
 @app.command
 def serve(
     model: Annotated[ModelConfig, FLAT],
-    several: Annotated[SeveralModelsConfig, FLAT] = SeveralModelsConfig(),
+    loading: Annotated[SeveralModelsConfig, FLAT] = SeveralModelsConfig(),
     *,
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
@@ -107,7 +107,7 @@ def serve(
 
     SIGTERM and Ctrl-C finish the requests in flight; a second one stops at once.
     """
-    named_models = parse_models([model.model, *several.models])
+    named_models = parse_models([model.model, *loading.models])
     first = named_models[0]
     worker = WorkerConfig(
         replace(model, model=first.source),
@@ -117,17 +117,17 @@ def serve(
         queues=queues,
         log_level=log.log_level,
     )
-    given = resolve_server(server)
-    if several.is_wanted:
+    server = resolve_server(server)
+    if loading.is_wanted:
         from moesaic.commands import serve_several
         from moesaic.commands.model_settings import ServedModel
 
-        common = ServedModel(worker, cluster, given, connections, record, offload, cors)
-        return serve_several.run(named_models, several, common, output.json)
+        common = ServedModel(worker, cluster, server, connections, record, offload, cors)
+        return serve_several.run(named_models, loading, common, output.json)
     from moesaic.commands import serve as command
 
-    given = replace(given, served_model_name=given.served_model_name or first.names)
-    return command.run(worker, cluster, given, connections, record, output.json, cors, offload)
+    server = replace(server, served_model_name=server.served_model_name or first.names)
+    return command.run(worker, cluster, server, connections, record, output.json, cors, offload)
 
 
 @app.command

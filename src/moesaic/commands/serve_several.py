@@ -57,7 +57,7 @@ WITH_ONE_MODEL = {
 
 
 def run(
-    models: Sequence[NamedModel], several: SeveralModelsConfig, common: ServedModel, as_json: bool
+    models: Sequence[NamedModel], loading: SeveralModelsConfig, common: ServedModel, as_json: bool
 ) -> int:
     """Serve `models` until a signal arrives. Returns the exit code.
 
@@ -68,7 +68,7 @@ def run(
     check(models, common)
     if server.served_model_name:
         models = [NamedModel(server.served_model_name, models[0].source)]
-    max_loaded = choose_max_loaded(models, several, common)
+    max_loaded = choose_max_loaded(models, loading, common)
     descriptors.prepare()
     with (
         listen(server.host, server.port, server.uds) as listener,
@@ -78,15 +78,15 @@ def run(
         has_processes = common.cluster.resolve().has_several_processes
         new_key = secrets.token_hex(24) if has_processes and server.admin_key is None else None
         capacity = available_memory()
-        pool = ModelPool([model.names[0] for model in models], max_loaded, capacity, several.idle_unload)
+        pool = ModelPool([model.names[0] for model in models], max_loaded, capacity, loading.idle_unload)
         fleet = ModelFleet(
             [
                 make_fleet_model(model, common, Path(folder) / f"{number}.socket", capacity)
                 for number, model in enumerate(models)
             ],
             pool,
-            load_wait=several.load_wait,
-            preloads=[model.names[0] for model in models] if several.preload else [],
+            load_wait=loading.load_wait,
+            preloads=[model.names[0] for model in models] if loading.preload else [],
         )
         hosts = None if server.uds else Hosts.from_listener(server.host, host, server.more_hosts)
         protect_status = server.api_key is None and not is_loopback(host)
@@ -112,27 +112,27 @@ def check(models: Sequence[NamedModel], common: ServedModel) -> None:
             flag = WITH_ONE_MODEL.get(setting.name)
             value = getattr(settings, setting.name)
             if flag is not None and value != setting.default:
-                allowed = "nothing with models that are loaded and unloaded: it belongs to one model"
-                raise ConfigError.field(flag, str(value), allowed)
+                allowed_values = "nothing with models that are loaded and unloaded: it belongs to one model"
+                raise ConfigError.field(flag, str(value), allowed_values)
     check_parsers(common.server.tool_call_parser, common.server.reasoning_parser)
     for model in models:
         if not files.is_hub_name(model.source):
             files.resolve(model.source, common.worker.model.revision, common.worker.model.hf_overrides)
 
 
-def choose_max_loaded(models: Sequence[NamedModel], several: SeveralModelsConfig, common: ServedModel) -> int:
+def choose_max_loaded(models: Sequence[NamedModel], loading: SeveralModelsConfig, common: ServedModel) -> int:
     """The value of --max-loaded. Raises ConfigError for more than one model on GPUs that one takes whole."""
     device = common.worker.model.device
     has_gpu = device == "cuda" or (device == "auto" and NVIDIA.exists())
     takes_gpu = has_gpu and common.worker.cache.kv_cache_memory == "auto"
-    if takes_gpu and (several.max_loaded or 1) > 1:
-        allowed = "1 on a GPU, whose memory one model takes, or a size in --kv-cache-memory"
-        raise ConfigError.field("--max-loaded", several.max_loaded, allowed)
-    return several.max_loaded or (1 if takes_gpu else len(models))
+    if takes_gpu and (loading.max_loaded or 1) > 1:
+        allowed_values = "1 on a GPU, whose memory one model takes, or a size in --kv-cache-memory"
+        raise ConfigError.field("--max-loaded", loading.max_loaded, allowed_values)
+    return loading.max_loaded or (1 if takes_gpu else len(models))
 
 
 def make_fleet_model(model: NamedModel, common: ServedModel, socket: Path, capacity: int) -> FleetModel:
-    """One of the models, with what starts its process."""
+    """A model of the fleet, with what starts its process."""
     key = secrets.token_hex(24)
     settings = settle_model(model, common, socket, key)
     source = Path(model.source)

@@ -16,7 +16,7 @@ class NamedModel:
     """A model as a command line gives it."""
 
     names: tuple[str, ...]
-    """Its names in the API. The first one is in answers."""
+    """The names of the model in the API. The first one is in answers."""
     source: str
     """Where it is, as `ModelConfig.model` takes it."""
 

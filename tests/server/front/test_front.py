@@ -55,7 +55,7 @@ class ThreadedModel:
         """Set where it loads at once."""
         self.may_load.set()
         self.fails = False
-        self.ended = asyncio.Event()
+        self.end_event = asyncio.Event()
         self.engine, self.worker = engine_and_worker(tokenizer, max_waiting=4)
         self.heads: list[dict[str, str]] = []
         self._listening = threading.Event()
@@ -81,17 +81,17 @@ class ThreadedModel:
     async def wait_ready(self) -> bool:
         await asyncio.to_thread(self.may_load.wait)
         if self.fails:
-            self.ended.set()
-        return not self.ended.is_set()
+            self.end_event.set()
+        return not self.end_event.is_set()
 
     def describe_end(self) -> str:
         return "no such weights"
 
     async def stop(self) -> None:
-        self.ended.set()
+        self.end_event.set()
 
     def kill(self) -> None:
-        self.ended.set()
+        self.end_event.set()
 
     def close(self) -> None:
         self.may_load.set()
@@ -127,7 +127,7 @@ class LiveFront:
 
     def _describe(self, model: ThreadedModel) -> FleetModel:
         async def launch() -> ModelProcess:
-            model.ended = asyncio.Event()
+            model.end_event = asyncio.Event()
             return model  # type: ignore[return-value]
 
         async def measure() -> int:

@@ -1,1 +1,1 @@
-"""One of the models of `moesaic serve A B`, as a program of its own."""
+"""The program that serves one model of `moesaic serve A B`."""

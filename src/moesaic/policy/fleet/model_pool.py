@@ -31,7 +31,7 @@ class ModelState(enum.Enum):
     DRAINING = "draining"
     """It was told to unload, and its last requests run."""
     UNLOADING = "unloading"
-    """Its process ends."""
+    """The process of the model ends."""
 
 
 TAKES_ROOM = (ModelState.LOADING, ModelState.LOADED, ModelState.DRAINING, ModelState.UNLOADING)
@@ -208,7 +208,7 @@ class ModelPool:
             self._yielding = None
         actions: list[Action] = []
         if has_failed:
-            tickets = [key for key, wanted in self._waiting.items() if wanted == name]
+            tickets = [key for key, model_name in self._waiting.items() if model_name == name]
             for key in tickets:
                 del self._waiting[key]
             self._drop_preload(name)
@@ -252,10 +252,10 @@ class ModelPool:
         return next((model for model in wanted_models if model.state is ModelState.UNLOADED), None)
 
     def _has_room(self, model: PooledModel) -> bool:
-        others = [other for other in self.models.values() if other.state in TAKES_ROOM]
-        taken = sum(other.need or 0 for other in others)
-        fits = not others or taken + (model.need or 0) <= self._capacity
-        return len(others) < self._max_loaded and fits
+        neighbours = [neighbour for neighbour in self.models.values() if neighbour.state in TAKES_ROOM]
+        num_bytes = (model.need or 0) + sum(neighbour.need or 0 for neighbour in neighbours)
+        fits = not neighbours or num_bytes <= self._capacity
+        return len(neighbours) < self._max_loaded and fits
 
     def _make_room(self, now: float) -> list[Action]:
         """Unload the idle model that was used least recently, or let a busy one become idle."""
@@ -286,7 +286,7 @@ class ModelPool:
         return []
 
     def _drop_preload(self, name: str) -> None:
-        self._preloads = [other for other in self._preloads if other != name]
+        self._preloads = [preload for preload in self._preloads if preload != name]
 
     def _reopen(self, now: float) -> list[Action]:
         """Let the model that took no further requests take them again."""

@@ -1,1 +1,1 @@
-"""One HTTP server in front of several models, each of which is a server in a process of its own."""
+"""The front answers HTTP for several models, each of which has a server in a process of its own."""

@@ -35,10 +35,10 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FleetModel:
-    """One of the models, and how its process is started."""
+    """A model, and how its process is started."""
 
     names: tuple[str, ...]
-    """Its name in answers, and further ones that requests may use."""
+    """The name of the model in answers, and further ones that requests may use."""
     root: str
     """Where it is: a path, a file, or a name on a hub."""
     max_waiting: int
@@ -221,9 +221,9 @@ class ModelFleet:
                 return await asyncio.shield(future)
         except TimeoutError:
             name = record.model.names[0]
-            waited = f"after {self._load_wait:g} s (--load-wait)" if self._load_wait else "now"
+            wait_text = f"after {self._load_wait:g} s (--load-wait)" if self._load_wait else "now"
             raise NotServingError(
-                f"model {name!r} is not loaded {waited}", "model_not_loaded", self._retry_after(record)
+                f"model {name!r} is not loaded {wait_text}", "model_not_loaded", self._retry_after(record)
             ) from None
 
     def _require_open(self) -> None:
@@ -291,7 +291,7 @@ class ModelFleet:
             await process.stop()
         if await process.wait_ready():
             self._note_loaded(record, process, self._clock() - start_time)
-            await process.ended.wait()
+            await process.end_event.wait()
         record.process = None
         if self.state_of(record) is ModelState.UNLOADING or self.draining:
             record.unloads += 1

@@ -113,8 +113,10 @@ class Forwarding:
         except httpx.HTTPError as error:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):  # its end is known a moment after that of its connection
-                    await process.ended.wait()
-            reason = process.describe_end() if process.ended.is_set() else str(error) or type(error).__name__
+                    await process.end_event.wait()
+            reason = (
+                process.describe_end() if process.end_event.is_set() else str(error) or type(error).__name__
+            )
             text = f"model {record.model.names[0]!r}: its process ended: {reason}"
             raise NotServingError(text, "model_ended", retry_after=1.0) from error
 

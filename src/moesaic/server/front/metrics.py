@@ -54,7 +54,9 @@ def _describe_models(fleet: ModelFleet) -> Iterator[Metric]:
             ("model_load_seconds", "Seconds of all loads of a model together."),
         )
     }
-    loaded = GaugeMetricFamily("moesaic:model_loaded", "1 while a model is loaded, else 0.", labels=LABELS)
+    loaded_gauge = GaugeMetricFamily(
+        "moesaic:model_loaded", "1 while a model is loaded, else 0.", labels=LABELS
+    )
     text = "Requests that wait until their model is loaded."
     waiting = GaugeMetricFamily("moesaic:model_load_waiting", text, labels=LABELS)
     for name, record in fleet.records.items():
@@ -63,10 +65,10 @@ def _describe_models(fleet: ModelFleet) -> Iterator[Metric]:
         counters["model_failures"].add_metric([name], record.failures)
         counters["model_load_seconds"].add_metric([name], record.load_seconds)
         is_loaded = fleet.state_of(record) in (ModelState.LOADED, ModelState.DRAINING)
-        loaded.add_metric([name], float(is_loaded))
+        loaded_gauge.add_metric([name], float(is_loaded))
         waiting.add_metric([name], fleet.pool.count_waiting(name))
     yield from counters.values()
-    yield from (loaded, waiting)
+    yield from (loaded_gauge, waiting)
 
 
 def _merge(pages: Iterable[str]) -> list[Metric]:

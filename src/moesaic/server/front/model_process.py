@@ -49,7 +49,7 @@ class ModelProcess:
         self.exit_code: int | None = None
         self.info: dict[str, Any] = {}
         """What the process says of its model once it serves."""
-        self.ended = asyncio.Event()
+        self.end_event = asyncio.Event()
         self._start = start
         self._process = process
         self._is_ready = asyncio.Event()
@@ -76,13 +76,13 @@ class ModelProcess:
 
     async def wait_ready(self) -> bool:
         """Wait until the model is loaded. False if the process ended before."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (self._is_ready, self.ended)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._is_ready, self.end_event)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-        return not self.ended.is_set()
+        return not self.end_event.is_set()
 
     def describe_end(self) -> str:
         """Why the process ended, or how."""
@@ -96,18 +96,18 @@ class ModelProcess:
         self._signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self.ended.wait()
+                await self.end_event.wait()
         except TimeoutError:
             LOG.warning("the process of %s did not end, and is killed", self._start.name)
             self.kill()
-            await self.ended.wait()
+            await self.end_event.wait()
 
     def kill(self) -> None:
         """Kill the process now. Its own workers end by themselves."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, signum: signal.Signals) -> None:
-        if not self.ended.is_set():
+        if not self.end_event.is_set():
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signum)
 
@@ -118,7 +118,7 @@ class ModelProcess:
         # A worker that has not ended yet holds the pipe open; what the process said itself is there already.
         await asyncio.wait([reading], timeout=0.5)
         reading.cancel()
-        self.ended.set()
+        self.end_event.set()
 
     async def _read(self) -> None:
         assert self._process.stdout is not None

@@ -160,23 +160,23 @@ async def unload_model(body: ModelCommand, fleet: Fleet) -> Success:
 
 
 def _card(fleet: ModelFleet, record: ModelRecord, name: str, request: Request) -> ServedModelCard:
-    created: int = request.app.state.start_time
+    start_time: int = request.app.state.start_time
     # Only fields that are set are sent.
-    permission = ModelPermission(id=f"modelperm-{name}", created=created).model_dump()
-    known: dict[str, Any] = {}
+    permission = ModelPermission(id=f"modelperm-{name}", created=start_time).model_dump()
+    known_fields: dict[str, Any] = {}
     if "max_model_len" in record.info:
-        known["max_model_len"] = record.info["max_model_len"]
+        known_fields["max_model_len"] = record.info["max_model_len"]
     return ServedModelCard(
         id=name,
         object="model",
-        created=created,
+        created=start_time,
         owned_by="moesaic",
         root=record.model.root,
         parent=None,
-        aliases=[other for other in record.model.names if other != name],
+        aliases=[alias for alias in record.model.names if alias != name],
         status=_status(fleet, record),
         permission=[ModelPermission.model_validate(permission)],
-        **known,
+        **known_fields,
     )
 
 
