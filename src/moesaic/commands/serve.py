@@ -94,7 +94,7 @@ def run(
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
-    _check_packages(server.otlp_traces_endpoint)
+    check_packages(server.otlp_traces_endpoint)
     config, offload = settle(config, cluster, offload, record)
     processes: ClusterConfig | None = None
     if config.offload is None:
@@ -103,12 +103,12 @@ def run(
             scheduler = replace(config.scheduler, prefill_step_ms=PREFILL_STEP_MS)
             config = replace(config, scheduler=scheduler)
     if processes is not None and processes.standby_for is not None:
-        with _stoppable():
+        with stoppable():
             stand_by(config, processes, server, record, as_json)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
-        _stoppable(),
+        stoppable(),
         listen(server.host, server.port, server.uds) as listener,
         announce_trace(config.trace),
         announce_routing(record),
@@ -125,7 +125,7 @@ def run(
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """End quietly at a signal that arrives before the server has installed its own handlers.
 
     No request has arrived by then, and the processes that were started end with this one.
@@ -213,7 +213,7 @@ def _service(
     )
 
 
-def _check_packages(endpoint: str | None) -> None:
+def check_packages(endpoint: str | None) -> None:
     """Raise ConfigError if spans are wanted and OpenTelemetry's packages are not installed."""
     if endpoint is None:
         return

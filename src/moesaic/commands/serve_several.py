@@ -19,6 +19,7 @@ from typing import Any
 from moesaic.commands import descriptors
 from moesaic.commands.memory_need import count_loaded_bytes, measure
 from moesaic.commands.model_settings import ServedModel
+from moesaic.commands.serve import check_packages, stoppable
 from moesaic.config import (
     CorsConfig,
     NamedModel,
@@ -71,6 +72,7 @@ def run(
     max_loaded = choose_max_loaded(models, loading, common)
     descriptors.prepare()
     with (
+        stoppable(),
         listen(server.host, server.port, server.uds) as listener,
         tempfile.TemporaryDirectory(prefix="moesaic-") as folder,  # of mode 700
     ):
@@ -115,6 +117,7 @@ def check(models: Sequence[NamedModel], common: ServedModel) -> None:
                 allowed_values = "nothing with models that are loaded and unloaded: it belongs to one model"
                 raise ConfigError.field(flag, str(value), allowed_values)
     check_parsers(common.server.tool_call_parser, common.server.reasoning_parser)
+    check_packages(common.server.otlp_traces_endpoint)
     for model in models:
         if not files.is_hub_name(model.source):
             files.resolve(model.source, common.worker.model.revision, common.worker.model.hf_overrides)

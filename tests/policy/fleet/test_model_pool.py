@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -173,8 +174,8 @@ class Server(RuleBasedStateMachine):
         assert not strangers & set(self.waiting), "starved"
 
 
-Server.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestLaws = Server.TestCase
+Server.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLaws = pytest.mark.slow(Server.TestCase)
 
 
 def loaded_pool(max_loaded: int, *names: str, idle_seconds: float | None = None) -> ModelPool:

@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -103,8 +102,9 @@ class ModelFleet:
         self._no_requests.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self.is_cut = asyncio.Event()
-        """Set when running requests have to end, since the server does."""
+        self.cut_event = asyncio.Event()
+        """Set when running requests have to end with `cut_error`, since the server does."""
+        self.cut_error = NotServingError("the server shuts down", "shutting_down")
 
     def start(self) -> None:
         self._carry_out(self.pool.preload(self._preloads, self._clock()))
@@ -207,11 +207,10 @@ class ModelFleet:
             async with asyncio.timeout(seconds):
                 await self._no_requests.wait()
         except TimeoutError:
-            self.is_cut.set()
-            error = make_cut_error(seconds)
-            for future in self._futures.values():
-                if not future.done():
-                    future.set_exception(error)
+            limit = f"after {seconds:g} s (--shutdown-timeout)"
+            text = f"the server shuts down, and the answer had not ended {limit}"
+            self.cut_error = NotServingError(text, "shutting_down")
+            self.cut_event.set()
 
     async def _wait(self, future: asyncio.Future[ModelProcess], record: ModelRecord) -> ModelProcess:
         if future.done() or self._load_wait is None:
@@ -272,8 +271,10 @@ class ModelFleet:
         name = record.model.names[0]
         try:
             need = await record.model.measure()
-        except MoesaicError as error:
-            self._fail(record, str(error), None)
+        except Exception as error:
+            self._fail(record, str(error) or type(error).__name__, None)
+            if not isinstance(error, (MoesaicError, OSError)):
+                raise
             return
         self._carry_out(self.pool.record_need(name, need, self._clock()))
 
@@ -336,10 +337,3 @@ class ModelFleet:
 
     def _tick(self) -> None:
         self._carry_out(self.pool.tick(self._clock()))
-
-
-def make_cut_error(seconds: float | None) -> NotServingError:
-    """The error of a request that had not ended when the server did."""
-    limit = math.inf if seconds is None else seconds
-    reason = f"the server shuts down, and the answer had not ended after {limit:g} s"
-    return NotServingError(f"{reason} (--shutdown-timeout)", "shutting_down")

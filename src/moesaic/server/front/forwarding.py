@@ -18,7 +18,7 @@ from moesaic.core.errors import MoesaicError, RequestError
 from moesaic.server import events
 from moesaic.server.errors import NotServingError, Problem, make_problem
 from moesaic.server.events import run_until_disconnect
-from moesaic.server.front.fleet import ModelFleet, ModelRecord, make_cut_error
+from moesaic.server.front.fleet import ModelFleet, ModelRecord
 from moesaic.server.front.model_process import ModelProcess
 from moesaic.server.json_body import parse
 from moesaic.trace.logs import REQUEST
@@ -36,6 +36,8 @@ OWN_ANSWER_HEADERS = frozenset(
 )
 """Headers of an answer that this server makes itself."""
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+NO_TLS = httpx.create_ssl_context(verify=False, trust_env=False)
+"""For transports of plain HTTP, each of which would make a context of its own."""
 PAGE_SECONDS = 5.0
 """Seconds that a process has to answer with its metrics."""
 ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
@@ -76,7 +78,7 @@ class Forwarding:
     ) -> None:
         """Answer a request. It ends with an error when the server cannot wait any longer."""
         forwarding = asyncio.ensure_future(self._forward(request, record, answer, is_stream))
-        cut = asyncio.ensure_future(self._fleet.is_cut.wait())
+        cut = asyncio.ensure_future(self._fleet.cut_event.wait())
         try:
             await asyncio.wait((forwarding, cut), return_when=asyncio.FIRST_COMPLETED)
             if forwarding.done():
@@ -85,7 +87,7 @@ class Forwarding:
             forwarding.cancel()
             cut.cancel()
             await asyncio.gather(forwarding, cut, return_exceptions=True)
-        raise make_cut_error(None)
+        raise self._fleet.cut_error
 
     async def _forward(
         self, request: httpx.Request, record: ModelRecord, answer: _Answer, is_stream: bool
@@ -218,7 +220,7 @@ async def _connect(process: ModelProcess) -> AsyncIterator[httpx.AsyncHTTPTransp
     An idle connection could be closed by the process while a request is written to it. A new one to a Unix
     socket costs less than a tenth of a millisecond.
     """
-    async with httpx.AsyncHTTPTransport(uds=str(process.socket), verify=False, trust_env=False) as transport:
+    async with httpx.AsyncHTTPTransport(uds=str(process.socket), verify=NO_TLS) as transport:
         yield transport
 
 
