@@ -116,6 +116,9 @@ def check(models: Sequence[NamedModel], common: ServedModel) -> None:
             if flag is not None and value != setting.default:
                 allowed_values = "nothing with models that are loaded and unloaded: it belongs to one model"
                 raise ConfigError.field(flag, str(value), allowed_values)
+    template = common.server.chat_template
+    if template is not None and not Path(template).is_file():
+        raise ConfigError.field("--chat-template", template, "a file with a Jinja template")
     check_parsers(common.server.tool_call_parser, common.server.reasoning_parser)
     check_packages(common.server.otlp_traces_endpoint)
     for model in models:
