@@ -37,7 +37,7 @@ OWN_ANSWER_HEADERS = frozenset(
 """Headers of an answer that this server makes itself."""
 STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 NO_TLS = httpx.create_ssl_context(verify=False, trust_env=False)
-"""For transports of plain HTTP, each of which would make a context of its own."""
+"""The context of transports of plain HTTP. Otherwise each would make one of its own."""
 PAGE_SECONDS = 5.0
 """Seconds that a process has to answer with its metrics."""
 ANTHROPIC_PATH, RESPONSES_PATH = "/v1/messages", "/v1/responses"
