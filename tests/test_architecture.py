@@ -276,6 +276,8 @@ EDGES: dict[str, tuple[str, ...]] = {
     ),
     "server": ("config", "core", "engine", "trace.logs", "text.parsers", "text.structured.grammar"),
     "server.client": ("core",),
+    # one server in front of several models: which are loaded is a decision
+    "server.front": (*("config", "core", "policy.fleet.model_pool", "server", "trace.logs"),),
     "jobs.bench": ("server.client", "config", "core", "llm", "trace.parts"),
     # the stages of a worker's step, layer by layer, beside another implementation
     "jobs.verify": ("core", "kernels", "models", "runtime.step.one_prompt"),
@@ -357,6 +359,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         ),
         *("jobs.quantizing.options", "trace.options"),
     ),
+    "commands.served_model": ("commands", "core", "trace.logs"),
     "commands": (
         *(
             "",
@@ -388,6 +391,7 @@ EDGES: dict[str, tuple[str, ...]] = {
         *("experts.measuring", "policy.scheduling.minimum_batch"),  # which rows run alone on this machine
         "runtime.cache_size",  # the share of memory that a cache takes
         *("runtime.fitting", "runtime.quick_fit"),  # whether a model fits
+        *("policy.fleet.model_pool", "runtime.process_end", "server.front"),  # several models in turn
         "runtime.model_loading",  # how many GPUs there are to plan for
         "runtime.offloaded_worker",  # experts that cannot be streamed are refused before anything is measured
         *("trace.options", "trace.parts", "transport.base", "transport.secret"),
@@ -446,12 +450,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),  # never in the process of the server
     "msgspec": ("transport",),
     "cryptography": ("transport.sealing",),
-    "fastapi": ("server",),
-    "starlette": ("server",),
+    "fastapi": ("server", "server.front"),
+    "starlette": ("server", "server.front"),
     "uvicorn": ("server",),
-    "pydantic": ("server",),
-    "prometheus_client": ("server", "commands.top_view"),
-    "httpx": ("server.client",),
+    "pydantic": ("server", "server.front"),
+    "prometheus_client": ("server", "server.front", "commands.top_view"),
+    "httpx": ("server.client", "server.front.forwarding"),
     "rich": ("commands", "jobs.bench", "jobs.batch"),
     "cyclopts": ("commands.cli", "commands"),
     "yaml": ("commands.yaml_settings",),
@@ -486,6 +490,7 @@ LATE_IMPORTS = {
     "commands.chat": "a chat with a server elsewhere needs no server here; Python may lack readline",
     "commands.settings": "only --config needs PyYAML",
     "commands.starting": "only a plan needs torch, and a process of its own makes it",
+    "commands.memory_need": "only a model that is not small needs torch, in a process of its own",
     "commands.serve": "the API takes most of a second to import, which the worker loads in as well",
     "experts.process": "a server on the native kernels never imports torch, one on the reference has to",
     "cluster.joining.__main__": "only a worker needs torch, which takes seconds to import",

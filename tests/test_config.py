@@ -20,11 +20,20 @@ from moesaic.config import (
     QueueConfig,
     SchedulerConfig,
     ServerConfig,
+    SeveralModelsConfig,
     WorkerConfig,
 )
 from moesaic.core.errors import ConfigError
 
-CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, QueueConfig, ServerConfig, ConnectionConfig)
+CONFIGS = (
+    ModelConfig,
+    CacheConfig,
+    SchedulerConfig,
+    QueueConfig,
+    ServerConfig,
+    ConnectionConfig,
+    SeveralModelsConfig,
+)
 
 STORED = CacheConfig(prefix_cache_dir="d")
 
@@ -146,6 +155,10 @@ def test_json_carries_every_setting() -> None:
         ("--expert-batch-wait", lambda: QueueConfig(expert_batch_pairs=8)),
         ("--expert-batch-wait", lambda: QueueConfig(expert_batch_pairs=8, expert_batch_wait=101.0)),
         ("--port", lambda: ServerConfig(port=65536)),
+        ("--uds", lambda: ServerConfig(uds="x" * 108)),
+        ("--max-loaded", lambda: SeveralModelsConfig(max_loaded=0)),
+        ("--load-wait", lambda: SeveralModelsConfig(load_wait=-1.0)),
+        ("--idle-unload", lambda: SeveralModelsConfig(idle_unload=0.0)),
         ("--max-queue", lambda: ServerConfig(max_queue=-1)),
         ("--api-key", lambda: ServerConfig(api_key="")),
         ("--admin-key", lambda: ServerConfig(admin_key="se cret")),

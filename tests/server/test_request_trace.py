@@ -30,11 +30,11 @@ def test_missing_packages_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "moesaic.server.otlp", raising=False)
     monkeypatch.delattr("moesaic.server.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
-    serve._check_packages(None)
+    serve.check_packages(None)
     with pytest.raises(
         ConfigError, match=r"^--otlp-traces-endpoint.*pip install 'moesaic\[otel\]'"
     ) as caught:
-        serve._check_packages("http://localhost:4318")
+        serve.check_packages("http://localhost:4318")
     assert "\n" not in str(caught.value)
 
 

@@ -52,8 +52,7 @@ class Announcer:
     def __init__(
         self,
         name: str,
-        host: str,
-        port: int,
+        url: str,
         as_json: bool,
         formats: Formats,
         messages: Sequence[str] = (),
@@ -72,8 +71,7 @@ class Announcer:
         self._messages = list(messages)
         self._has_announced = False
         self._name = name
-        self._host = host
-        self._port = port
+        self._url = url
         self._as_json = as_json
         errors = Console(stderr=True)
         self._bar = Progress(
@@ -111,8 +109,7 @@ class Announcer:
                 self._announce(message.info)
 
     def _announce(self, info: WorkerInfo) -> None:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        url = f"http://{host}:{self._port}"
+        url = self._url
         status = None if self._cluster is None else asdict(self._cluster())
         if self._as_json:
             record = as_record(self._name, url, info)

@@ -46,10 +46,12 @@ from moesaic.config import (
     QueueConfig,
     SchedulerConfig,
     ServerConfig,
+    SeveralModelsConfig,
     TraceConfig,
     WorkerConfig,
     admin_key,
     api_key,
+    parse_models,
     resolve_server,
 )
 from moesaic.config import settings as variables
@@ -85,6 +87,7 @@ app.register_install_completion_command(
 @app.command
 def serve(
     model: Annotated[ModelConfig, FLAT],
+    loading: Annotated[SeveralModelsConfig, FLAT] = SeveralModelsConfig(),
     *,
     cache: Annotated[CacheConfig, FLAT] = CacheConfig(),
     scheduler: Annotated[SchedulerConfig, FLAT] = SchedulerConfig(),
@@ -100,17 +103,31 @@ def serve(
     file: Annotated[ConfigFile, FLAT] = ConfigFile(),
     output: Annotated[Output, FLAT] = Output(),
 ) -> int:
-    """Serve a model over an OpenAI-compatible HTTP API.
+    """Serve a model over an OpenAI-compatible HTTP API, or several: serve A B.
 
     SIGTERM and Ctrl-C finish the requests in flight; a second one stops at once.
     """
+    named_models = parse_models([model.model, *loading.models])
+    first = named_models[0]
+    worker = WorkerConfig(
+        replace(model, model=first.source),
+        cache,
+        scheduler,
+        trace=tracing.trace,
+        queues=queues,
+        log_level=log.log_level,
+    )
+    server = resolve_server(server)
+    if loading.is_wanted:
+        from moesaic.commands import serve_several
+        from moesaic.commands.model_settings import ServedModel
+
+        common = ServedModel(worker, cluster, server, connections, record, offload, cors)
+        return serve_several.run(named_models, loading, common, output.json)
     from moesaic.commands import serve as command
 
-    worker = WorkerConfig(
-        model, cache, scheduler, trace=tracing.trace, queues=queues, log_level=log.log_level
-    )
-    given = resolve_server(server)
-    return command.run(worker, cluster, given, connections, record, output.json, cors, offload)
+    server = replace(server, served_model_name=server.served_model_name or first.names)
+    return command.run(worker, cluster, server, connections, record, output.json, cors, offload)
 
 
 @app.command

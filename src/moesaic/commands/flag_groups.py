@@ -19,6 +19,7 @@ ESSENTIAL = (
     ),
     *("--threads", "--kernels", "--attention-workers", "--expert-servers", "--min-replicas"),
     *("--tensor-parallel-size", "--fast-memory", "--host", "--port", "--api-key", "--served-model-name"),
+    *("--models", "--max-loaded", "--idle-unload"),
     *("--num-prompts", "--input-len", "--output-len", "--json"),
 )
 """What `--help` explains; `--help-all` explains every flag."""
@@ -81,10 +82,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Placement and prediction": ("--placement", "--dispatch", "--shuffle-align"),
     "Server": (
-        *("--host", "--port", "--served-model-name", "--chat-template"),
+        *("--host", "--port", "--uds", "--served-model-name", "--chat-template"),
         *("--tool-call-parser", "--reasoning-parser", "--allow-special-tokens-in-content", "--strict-fields"),
         "--enable-tokenizer-info-endpoint",
     ),
+    "Several models": ("--models", "--max-loaded", "--load-wait", "--idle-unload", "--preload"),
     "Access": (
         *("--api-key", "--admin-key", "--allowed-hosts", "--allowed-origins", "--allowed-methods"),
         *("--allowed-headers", "--allow-credentials"),

@@ -10,9 +10,11 @@ import json
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
@@ -35,7 +37,7 @@ from moesaic.core.cluster_status import ClusterStatus
 from moesaic.core.errors import ConfigError, EngineDeadError
 from moesaic.core.messages import Message
 from moesaic.server.hosts import Hosts, is_loopback
-from moesaic.server.listener import bind
+from moesaic.server.listener import listen, name_address
 from moesaic.text.parsers.table import check_parsers, detect_formats
 from moesaic.text.tokenizer import Tokenizer
 from moesaic.trace import logs
@@ -92,7 +94,7 @@ def run(
     """Serve until a signal arrives or the worker dies. Returns the exit code."""
     logs.set_up("server", config.log_level)
     check_parsers(server.tool_call_parser, server.reasoning_parser)
-    _check_packages(server.otlp_traces_endpoint)
+    check_packages(server.otlp_traces_endpoint)
     config, offload = settle(config, cluster, offload, record)
     processes: ClusterConfig | None = None
     if config.offload is None:
@@ -101,13 +103,13 @@ def run(
             scheduler = replace(config.scheduler, prefill_step_ms=PREFILL_STEP_MS)
             config = replace(config, scheduler=scheduler)
     if processes is not None and processes.standby_for is not None:
-        with _stoppable():
+        with stoppable():
             stand_by(config, processes, server, record, as_json)
     names = server.served_model_name or (config.model.model,)
     template = Path(server.chat_template) if server.chat_template else None
     with (
-        _stoppable(),
-        closing(bind(server.host, server.port)) as listener,
+        stoppable(),
+        listen(server.host, server.port, server.uds) as listener,
         announce_trace(config.trace),
         announce_routing(record),
         launch(
@@ -123,7 +125,7 @@ def run(
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def stoppable() -> Iterator[None]:
     """End quietly at a signal that arrives before the server has installed its own handlers.
 
     No request has arrived by then, and the processes that were started end with this one.
@@ -157,8 +159,9 @@ def _serve(
     from moesaic.server.app import create_app  # slow imports, during which the worker already loads
     from moesaic.server.async_engine import AsyncEngine
     from moesaic.server.run import serve
+    from moesaic.server.throughput import log_throughput
 
-    host, port = listener.getsockname()[:2]
+    host, url = name_address(listener)
     new_key = secrets.token_hex(24) if launched_engine.supervisor and server.admin_key is None else None
     tokenizer = launched_engine.engine.tokenizer
     formats = detect_formats(tokenizer.chat_template, server.tool_call_parser, server.reasoning_parser)
@@ -167,7 +170,7 @@ def _serve(
     with (
         _spans(server.otlp_traces_endpoint, names[0]) as spans,
         Announcer(
-            names[0], host, port, as_json, formats, moves, find_status_report(launched_engine), new_key
+            names[0], url, as_json, formats, moves, find_status_report(launched_engine), new_key
         ) as announcer,
     ):
         connection = ObservedConnection(launched_engine.connection, announcer.observe)
@@ -182,8 +185,8 @@ def _serve(
             on_trace=None if spans is None else spans.write,
         )
         try:
-            log_settings = {"access_log": server.access_log, "log_stats": not server.disable_log_stats}
-            return serve(app, engine, listener, limits=limits, **log_settings)
+            report = None if server.disable_log_stats else partial(log_throughput, engine, time.monotonic)
+            return serve(app, engine, listener, limits=limits, access_log=server.access_log, report=report)
         except EngineDeadError as error:
             ending = launched_engine.describe_end()
             cause = "" if ending in str(error) else f" ({error})"
@@ -210,7 +213,7 @@ def _service(
     )
 
 
-def _check_packages(endpoint: str | None) -> None:
+def check_packages(endpoint: str | None) -> None:
     """Raise ConfigError if spans are wanted and OpenTelemetry's packages are not installed."""
     if endpoint is None:
         return
@@ -242,7 +245,9 @@ def _access(
     # Without an API key anybody who reaches the port may call the server, but its status tells too much.
     protect_status = server.api_key is None and not is_loopback(host)
     paths = admin_paths(protect_status) if launched_engine.supervisor else frozenset()
-    return Access(server.api_key, admin_key, paths, Hosts.from_listener(server.host, host, server.more_hosts))
+    # A web page cannot call a Unix socket.
+    hosts = None if server.uds else Hosts.from_listener(server.host, host, server.more_hosts)
+    return Access(server.api_key, admin_key, paths, hosts)
 
 
 def find_status_report(launched_engine: LaunchedEngine) -> Callable[[], ClusterStatus] | None:
@@ -262,7 +267,7 @@ def stand_by(
     assert cluster.standby_for is not None and cluster.cluster_address is not None
     path = check(config, cluster.resolve(), record)
     secret = read_secret(Path(cluster.cluster_secret_file or ""), "--cluster-secret-file")
-    with closing(bind(server.host, server.port)):
+    with listen(server.host, server.port, server.uds):
         pass
     weights = standby.prepare(cluster.standby_for, cluster.cluster_address, path)
     template = Path(server.chat_template) if server.chat_template else None

@@ -19,6 +19,8 @@ FOREIGN_FLAGS = {
     **dict.fromkeys(("--dp", "--dp-size", "--data-parallel"), "--data-parallel-size"),
     **dict.fromkeys(("--ep", "--ep-size", "--expert-parallel-size"), "--enable-expert-parallel"),
     **dict.fromkeys(("--model-path", "--model-name-or-path"), "--model"),
+    **dict.fromkeys(("--models-max",), "--max-loaded"),
+    **dict.fromkeys(("--sleep-idle-seconds", "--ttl"), "--idle-unload"),
     **dict.fromkeys(("--alias", "--model-name"), "--served-model-name"),
     **dict.fromkeys(("--chunked-prefill-size", "--ubatch-size", "--n-batch"), "--max-num-batched-tokens"),
     **dict.fromkeys(("--cpu-offload-gb", "--n-gpu-layers", "--n-cpu-moe"), "--fast-memory"),

@@ -87,7 +87,7 @@ def one_line(error: cyclopts.CycloptsError, app: cyclopts.App) -> str:
                 return f"MODEL: got nothing: all words after {NAMES} are names; write MODEL before it"
             return f"{flag}: got {value}; allowed: {describe_values(error.argument.hint)}"
         case exceptions.UnknownOptionError():
-            flag = error.token.keyword or error.token.value
+            flag = error.token.keyword or error.token.value.partition("=")[0]
             hint = suggestions.suggest(flag, error.command_chain or (), app)
             return f"Unknown option: {flag}. {hint}".rstrip()
         case exceptions.UnusedCliTokensError():

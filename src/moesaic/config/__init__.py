@@ -10,6 +10,7 @@ from moesaic.config.environment import (
     api_key,
     gpus,
     hub_cache,
+    model_environment,
     one_gpu,
     renderer_environment,
     settings,
@@ -18,6 +19,7 @@ from moesaic.config.environment import (
 )
 from moesaic.config.expert_server import ExpertServerConfig
 from moesaic.config.server import ConnectionConfig, LogConfig, ServerConfig, TraceConfig, resolve_server
+from moesaic.config.several_models import NamedModel, SeveralModelsConfig, parse_models
 from moesaic.config.values import (
     ON_GPUS,
     SMALL_MODEL,
@@ -72,6 +74,7 @@ __all__ = [
     "MemoryDivision",
     "ModelConfig",
     "MoeCollectives",
+    "NamedModel",
     "OffloadConfig",
     "OffloadSchedule",
     "ParallelConfig",
@@ -81,6 +84,7 @@ __all__ = [
     "Schedule",
     "SchedulerConfig",
     "ServerConfig",
+    "SeveralModelsConfig",
     "TraceConfig",
     "Transport",
     "WorkerConfig",
@@ -90,8 +94,10 @@ __all__ = [
     "check_threads",
     "gpus",
     "hub_cache",
+    "model_environment",
     "one_gpu",
     "parse_bytes",
+    "parse_models",
     "renderer_environment",
     "resolve_server",
     "settings",

@@ -118,6 +118,16 @@ def worker_environment(
     return {"OMP_WAIT_POLICY": "passive", "NCCL_SOCKET_IFNAME": "lo", **own_variables, **device_variables}
 
 
+def model_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of the process of one of several models.
+
+    It has no variables of moesaic: their values are in the settings that the process gets, and its server
+    has no use for a key.
+    """
+    variables = os.environ if environment is None else environment
+    return {name: value for name, value in variables.items() if not name.startswith("MOESAIC_")}
+
+
 def actor_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a process that a Ray actor starts.
 

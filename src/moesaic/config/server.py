@@ -22,6 +22,9 @@ from moesaic.core.errors import ConfigError
 
 _HOST = re.compile(r"\*|[A-Za-z0-9._:%-]+")
 
+LONGEST_SOCKET_PATH = 107
+"""Bytes of the longest path of a Unix socket (sun_path of unix(7), which ends with a zero byte)."""
+
 
 @dataclass(frozen=True)
 class TraceConfig:
@@ -51,6 +54,8 @@ class ServerConfig:
     """Address to listen on."""
     port: int = 8000
     """Port to listen on. 0 takes a free one and prints it."""
+    uds: str | None = None
+    """Path of a Unix socket to listen on, in place of --host and --port."""
     api_key: str | None = None
     """Key that clients must send as `Authorization: Bearer KEY`. The environment variable MOESAIC_API_KEY is
     safer: other users of this machine can read a command line."""
@@ -95,6 +100,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError.field("--port", self.port, "0 to 65535")
+        if self.uds is not None and not 0 < len(self.uds.encode()) <= LONGEST_SOCKET_PATH:
+            raise ConfigError.field("--uds", self.uds, f"a path of 1 to {LONGEST_SOCKET_PATH} bytes")
         at_least("--max-queue", self.max_queue, 0)
         require_one_of("--metrics-prefix", self.metrics_prefix, get_args(MetricsPrefix))
         if self.otlp_traces_endpoint is not None:

@@ -74,6 +74,17 @@ def _resolve(model: str, revision: str | None) -> Path:
     return _from_hub(model, revision)
 
 
+def is_hub_name(model: str) -> bool:
+    """Whether `resolve` looks for a model on a hub."""
+    path = expand_home(model)
+    if model == DEMO or path.exists():
+        return False
+    if parse_hub_file(model) is not None:
+        return True
+    is_path = is_gguf(path) or path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    return not is_path
+
+
 def gguf_at(path: Path) -> Path | None:
     """The GGUF file at `path`, or that of a directory that has one model in this form and no other weights.
 

@@ -124,6 +124,24 @@ def measure_need(config: WorkerConfig, cluster: ClusterConfig, spec: ModelSpec) 
     )
 
 
+def measure_bytes(config: WorkerConfig, cluster: ClusterConfig) -> int:
+    """Bytes that a model takes on this host, with the cache that its settings name. On a GPU they are 0.
+
+    A cache that is chosen by itself takes what is left, so it does not count. Raises MoesaicError for a model
+    that cannot be loaded.
+    """
+    config, cluster = replace(config, parallel=cluster.resolve().parallel), cluster.resolve()
+    if select_device(config.model).type == "cuda":
+        return 0
+    shard = Shard(0, config.parallel.tensor_parallel_size)
+    spec = registry.read_spec(files.resolve(*config.model.source), shard)
+    need = measure_need(config, cluster, spec)
+    workers = cluster.attention_workers + cluster.prefill_workers
+    is_given = config.cache.kv_cache_memory != "auto"
+    caches = parse_cache_memory(config, torch.device("cpu")) * workers if is_given else 0
+    return need.weights + need.working + caches
+
+
 def _maps_experts(path: Path, layout: ExpertLayout) -> bool:
     """Whether the kernels read quantised experts in the mapped files."""
     headers = Headers(path)

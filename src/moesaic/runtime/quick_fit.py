@@ -30,27 +30,42 @@ def resolve_processes(config: WorkerConfig, cluster: ClusterConfig | None) -> Cl
     return cluster.resolve()
 
 
-def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> bool:
-    """Whether `fitting.fit` would certainly change nothing. False: only headers of the files tell."""
-    cluster = resolve_processes(config, cluster)
+def count_processes(cluster: ClusterConfig) -> int:
+    """The number of workers, their ranks and expert servers."""
+    workers = cluster.attention_workers + cluster.prefill_workers
+    return workers * cluster.tensor_parallel_size + cluster.expert_servers
+
+
+def bound_bytes(config: WorkerConfig, cluster: ClusterConfig) -> int:
+    """Bytes that weights, libraries and rows take at most, in all processes of a resolved `cluster`.
+
+    Raises MoesaicError for a model that cannot be read.
+    """
     path = files.resolve(*config.model.source)
     weight_files = [
         file for file in files.model_files(path) if file.suffix in files.WEIGHTS and file.is_file()
     ]
+    is_widened = "quantization_config" in files.read_config(path) and (
+        config.model.kernels.startswith(WIDENING_KERNELS) or bool(list_pairs(path))
+    )
+    growth = MOST_WIDENING if is_widened else MOST_GROWTH
     workers = cluster.attention_workers + cluster.prefill_workers
-    processes = workers * cluster.tensor_parallel_size + cluster.expert_servers
+    weights = workers * growth * sum(file.stat().st_size for file in weight_files)
+    return weights + count_processes(cluster) * PROCESS_BYTES
+
+
+def surely_fits(config: WorkerConfig, cluster: ClusterConfig | None = None) -> bool:
+    """Whether `fitting.fit` would certainly change nothing. False: only headers of the files tell."""
+    cluster = resolve_processes(config, cluster)
+    path = files.resolve(*config.model.source)
+    workers = cluster.attention_workers + cluster.prefill_workers
     try:
         config_json = files.read_config(path)
         raw = {key: value for key, value in config_json.items() if key != "quantization_config"}
         sizes = read(raw, config.model.model)
+        left = available_memory() - bound_bytes(config, cluster)
     except MoesaicError:
         return False  # the loader says what is wrong
-    is_widened = len(raw) < len(config_json) and (
-        config.model.kernels.startswith(WIDENING_KERNELS) or bool(list_pairs(path))
-    )
-    growth = MOST_WIDENING if is_widened else MOST_GROWTH
-    weights = workers * growth * sum(file.stat().st_size for file in weight_files)
-    left = available_memory() - weights - processes * PROCESS_BYTES
     if config.cache.kv_cache_memory != "auto" or left <= 0:
         return False
     longest = config.model.max_model_len or raw.get("max_position_embeddings", 1 << 40)

@@ -23,6 +23,9 @@ from moesaic.server.openai_responses import routes as openai_responses
 from moesaic.server.request_trace import RequestTrace, Tracing
 from moesaic.server.service import Service
 
+MODEL_MODULES = (completions, chat, openai_responses, anthropic, tokens, elastic, watching)
+"""The modules whose routes one model answers. A server of several models passes their requests on."""
+
 
 class HeadAsGet:
     """Answers HEAD wherever GET is answered: passes it on as GET, and sends no body."""
@@ -71,8 +74,7 @@ def create_app(
     if service.cluster is not None:
         app.state.registry.register(ClusterCollector(service.cluster, service.model_name))
     key_needed = [] if access.api_key is None else [Depends(bearer)]
-    modules = (completions, chat, openai_responses, anthropic, tokens, elastic, watching, missing)
-    routers = [*(module.router for module in modules), status.models_router]
+    routers = [*(module.router for module in MODEL_MODULES), missing.router, status.models_router]
     for router in [*routers, tokens.info_router] if tokenizer_info else routers:
         app.include_router(router, dependencies=key_needed)
     app.include_router(status.router)

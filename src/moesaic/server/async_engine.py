@@ -12,10 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 from moesaic.core import messages
 from moesaic.core.errors import (
+    ConfigError,
     ConnectionLost,
     EngineDeadError,
     MoesaicError,
@@ -146,6 +147,12 @@ class AsyncEngine:
         """Start to receive messages for the running event loop."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), name="worker-reader", daemon=True).start()
+
+    def raise_end(self) -> NoReturn:
+        """Raise why the worker is gone: ConfigError if a setting or the checkpoint was the cause."""
+        if self.failure is not None and self.failure.user_error:
+            raise ConfigError(self.failure.error)
+        raise EngineDeadError(f"the worker is gone: {self.engine.dead}")
 
     async def wait_ready(self) -> None:
         """Wait until the model is loaded. Raises EngineDeadError if the worker dies first."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 from moesaic.core.errors import ConfigError
 
@@ -33,3 +36,49 @@ def bind(host: str, port: int) -> socket.socket:
         flag = "--host" if error.errno == errno.EADDRNOTAVAIL else "--port"
         raise ConfigError(f"{flag}: cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+@contextlib.contextmanager
+def listen(host: str, port: int, unix_socket: str | None = None) -> Iterator[socket.socket]:
+    """A listening socket, which is closed at the end. unix_socket: a path in place of host and port.
+
+    Raises ConfigError if it cannot be used.
+    """
+    if unix_socket is None:
+        with contextlib.closing(bind(host, port)) as listener:
+            yield listener
+        return
+    path = Path(unix_socket)
+    with contextlib.closing(_bind_unix(path)) as listener:
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def name_address(listener: socket.socket) -> tuple[str, str]:
+    """The host of a listening socket, and its URL. A Unix socket is a loopback address to everybody else."""
+    address = listener.getsockname()
+    if isinstance(address, str):
+        return "127.0.0.1", f"unix:{address}"
+    host, port = address[:2]
+    return host, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    """A listening socket at `path`. A socket at which nobody listens any more is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_used(path):
+            path.unlink()
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--uds: cannot listen at {path}: {error.strerror or error}") from error
+    return listener
+
+
+def _is_used(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(str(path)) == 0

@@ -11,31 +11,47 @@ import logging
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from moesaic.config import ConnectionConfig
-from moesaic.core.errors import ConfigError, EngineDeadError
-from moesaic.server.async_engine import AsyncEngine
 from moesaic.server.connections import HttpAcceptor
 from moesaic.server.room import room_now
-from moesaic.server.throughput import log_throughput
 
 _GRACE_SECONDS = 10
 """Seconds for clients to finish reading, or sending, once no request is computed any more."""
 
 
+class Backend(Protocol):
+    """What answers the requests of a server: one model, or several."""
+
+    worker_ended: asyncio.Event
+    """Set once no request can be answered any more, so that the server ends."""
+
+    def start(self) -> None:
+        """Begin, in the running event loop."""
+        ...
+
+    async def drain(self, seconds: float | None = None) -> None:
+        """Refuse new requests, and wait for the others. After `seconds` they end with an error."""
+        ...
+
+    def raise_end(self) -> NoReturn:
+        """Raise the reason for `worker_ended`."""
+        ...
+
+
 def serve(
     app: ASGIApp,
-    engine: AsyncEngine,
+    backend: Backend,
     listener: socket.socket,
     *,
     limits: ConnectionConfig = ConnectionConfig(),
     access_log: bool = False,
-    log_stats: bool = False,
+    report: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> int:
     """Serve `app` until a signal ends it. Returns the exit code.
 
@@ -43,8 +59,8 @@ def serve(
     --shutdown-timeout and gives clients a few seconds to read the rest; it returns 0. A second signal stops
     it at once; it returns 128 + signal. If the worker dies, requests in flight end with an error. Then it
     raises EngineDeadError, or ConfigError if a setting or the checkpoint was the cause. Raises ConfigError,
-    too, if the descriptor limit is too small for `limits`. log_stats: log the throughput every ten seconds
-    while requests run.
+    too, if the descriptor limit is too small for `limits`. report: runs beside the server, such as to log the
+    throughput.
     """
     config = uvicorn.Config(
         app,
@@ -58,22 +74,22 @@ def serve(
     )
     logging.getLogger("uvicorn.error").addFilter(_is_news)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_serve(config, engine, listener, limits, log_stats))
+        return runner.run(_serve(config, backend, listener, limits, report))
 
 
 async def _serve(
     config: uvicorn.Config,
-    engine: AsyncEngine,
+    backend: Backend,
     listener: socket.socket,
     limits: ConnectionConfig,
-    log_stats: bool,
+    report: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> int:
     server = _Server(config, listener, limits)
-    shutdown = _Shutdown(engine, server, limits.shutdown_timeout)
+    shutdown = _Shutdown(backend, server, limits.shutdown_timeout)
     watching = [asyncio.create_task(shutdown.when_dead())]
-    if log_stats:
-        watching.append(asyncio.create_task(log_throughput(engine, time.monotonic)))
-    engine.start()
+    if report is not None:
+        watching.append(asyncio.create_task(report()))
+    backend.start()
     try:
         with _signals(shutdown.on_signal):
             await server.serve(sockets=[])
@@ -81,8 +97,8 @@ async def _serve(
         for task in watching:
             task.cancel()
     # After a second signal the exit code says so, whatever happened to the worker then.
-    if shutdown.code == 0 and engine.worker_ended.is_set():
-        _raise_cause(engine)
+    if shutdown.code == 0 and backend.worker_ended.is_set():
+        backend.raise_end()
     return shutdown.code
 
 
@@ -113,12 +129,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     return kind is None or not issubclass(kind, asyncio.CancelledError)
 
 
-def _raise_cause(engine: AsyncEngine) -> None:
-    if engine.failure is not None and engine.failure.user_error:
-        raise ConfigError(engine.failure.error)
-    raise EngineDeadError(f"the worker is gone: {engine.engine.dead}")
-
-
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers and its way to accept: `_Shutdown` and `Door` do that."""
 
@@ -144,11 +154,11 @@ class _Server(uvicorn.Server):
 class _Shutdown:
     """Decides when the server stops, and with which exit code."""
 
-    def __init__(self, engine: AsyncEngine, server: uvicorn.Server, seconds: float) -> None:
+    def __init__(self, backend: Backend, server: uvicorn.Server, seconds: float) -> None:
         """seconds: for requests in flight, once the server stops."""
         self.code = 0
         self._seconds = seconds
-        self._engine = engine
+        self._backend = backend
         self._server = server
         self._draining: asyncio.Task[None] | None = None
 
@@ -161,11 +171,11 @@ class _Shutdown:
 
     async def when_dead(self) -> None:
         """Wait until the worker is gone. Every stream has its error by then, so stop the server."""
-        await self._engine.worker_ended.wait()
+        await self._backend.worker_ended.wait()
         self._exit()
 
     async def _drain(self) -> None:
-        await self._engine.drain(self._seconds)
+        await self._backend.drain(self._seconds)
         self._exit()
 
     def _exit(self) -> None:

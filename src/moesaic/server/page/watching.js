@@ -8,6 +8,9 @@ const LINES = 200; // of the log
 let abort = null;
 let before = { time: null, engine: null, processes: null, pairs: null };
 
+// A server of several models needs the name of one.
+const eventsOf = (model) => `v1/events?model=${encodeURIComponent(model)}`;
+
 // Follow the server from now on, or stop. Without a viewer nothing is sent.
 export function watch(wanted) {
   if (!wanted) {
@@ -23,7 +26,7 @@ export function watch(wanted) {
 // Which layers have experts: the first event says so.
 export async function peek() {
   const once = new AbortController();
-  for await (const [name, data] of events(await call("v1/events", { signal: once.signal }))) {
+  for await (const [name, data] of events(await call(eventsOf(S.model), { signal: once.signal }))) {
     if (name === "update") S.live.parts.model = JSON.parse(data).model;
     break;
   }
@@ -36,7 +39,7 @@ async function follow(own) {
     S.live.state = "opening";
     update();
     try {
-      const answer = await call("v1/events", { signal: own.signal });
+      const answer = await call(eventsOf(S.model), { signal: own.signal });
       before = { time: null, engine: null, processes: null, pairs: null };
       for await (const [name, data] of events(answer)) {
         if (name === "update") take(JSON.parse(data));

@@ -1,0 +1,1 @@
+"""The program that serves one model of `moesaic serve A B`."""
