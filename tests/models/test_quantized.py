@@ -98,6 +98,7 @@ def test_groups_of_128_stay_blocks(sources: dict[str, Path], tmp_path: Path, for
     """Also those of eight bits with zero points, and of GPTQ with columns that were rounded in any order."""
     quantised, plain = quantizers.quantize(sources["rows of 128"], tmp_path, quantizers.GROUPS_OF_128[form])
     wanted = "int4_g128" if form in ("gptq, static groups", "gptq, rows in any order") else "int8_offset_g128"
+    wanted = "nvfp4_g128" if "nvfp4" in form else wanted
     assert compare("rows of 128", quantised, plain) == wanted
 
 
@@ -295,6 +296,24 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
     "another shape": (
         "packed int4", f"{EXPERT}.weight_shape", lambda one: one.flip(0), "weight_shape: got [160, 96]",
     ),
+    "NaN among scales of 16": (
+        "nvfp4", f"{EXPERT}.weight_scale",
+        lambda one: one.view(torch.uint8).fill_(0x7F).view(torch.float8_e4m3fn), "got nan in a scale",
+    ),
+    "a scale of the matrix that is 0": (
+        "nvfp4", f"{EXPERT}.weight_global_scale", lambda one: one.fill_(0),
+        "weight_global_scale: got 0.0; allowed: a positive number",
+    ),
+    "a scale of the matrix that is negative": (
+        "nvfp4, modelopt", f"{EXPERT}.weight_scale_2", lambda one: -one.abs(), "weight_scale_2: got -",
+    ),
+    "an infinite scale of the matrix": (
+        "nvfp4, modelopt", f"{EXPERT}.weight_scale_2", lambda one: one.fill_(torch.inf), "got inf in a scale",
+    ),
+    "few scales of 16": (
+        "nvfp4, modelopt", f"{EXPERT}.weight_scale", lambda one: one[:, :-1],
+        "weight_scale: got F8_E4M3 [96, 9]; allowed: F8_E4M3 [96, 10]",
+    ),
     "no scales": ("awq", f"{EXPERT}.scales", None, "scales is missing"),
     "an infinite scale": ("gptq", f"{EXPERT}.scales", lambda one: one.fill_(torch.inf), "got inf in a scale"),
     "an exponent that is NaN": (
@@ -341,7 +360,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "AWQ for GEMV": ("awq", {"version": "gemv"}, "quantization_config.version: got 'gemv'"),
     "sparsity": ("packed int4", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
     "no groups": ("packed int4", {"config_groups": None}, "config_groups"),
-    "another format": ("packed int4", {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
+    "another format": ("packed int4", {"format": "marlin-24"}, "got 'marlin-24'"),
 }  # fmt: skip
 
 
