@@ -102,6 +102,27 @@ def test_groups_of_128_stay_blocks(sources: dict[str, Path], tmp_path: Path, for
     assert compare("rows of 128", quantised, plain) == wanted
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_modelopt_may_say_in_a_file_of_its_own_that_it_wrote_fp8(
+    sources: dict[str, Path], tmp_path: Path, mixed: bool
+) -> None:
+    quantised, plain = made(sources, "qwen3", "fp8 matrix, static", tmp_path)
+    config = json.loads((quantised / "config.json").read_text())
+    del config["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(config))
+    settings: dict[str, Any] = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    }
+    if mixed:
+        layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+        settings |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    content = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": settings}
+    (quantised / "hf_quant_config.json").write_text(json.dumps(content))
+    assert compare("qwen3", quantised, plain) == "fp8"
+
+
 @pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "form"), EVERY)
 def test_servers_hold_the_bytes_of_the_loader(
