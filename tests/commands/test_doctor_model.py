@@ -436,6 +436,7 @@ def test_a_quantised_hub_id_is_judged_by_its_config(tmp_path: Path, machine: Pat
 
 OF_LONG_ROWS = dict.fromkeys(("int8 rows", "packed int8"), "int8_g128")
 OF_LONG_ROWS |= {"packed int4, zero points": "int4_g128", "int8 rows, zero points": "int8_offset_g128"}
+OF_LONG_ROWS |= dict.fromkeys(("nvfp4", "nvfp4, modelopt"), "nvfp4_g128")
 """Form whose rows are one group -> its type where whole blocks of 128 numbers fit into a row."""
 
 
