@@ -123,6 +123,24 @@ def test_modelopt_may_say_in_a_file_of_its_own_that_it_wrote_fp8(
     assert compare("qwen3", quantised, plain) == "fp8"
 
 
+def test_quark_writes_mxfp4_with_names_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    def write(name: str, matrix: torch.Tensor) -> tuple[quantizers.Tensors, torch.Tensor]:
+        tensors, plain = quantizers.packed_mxfp4(name, matrix)
+        return {key.removesuffix("_packed"): tensor for key, tensor in tensors.items()}, plain
+
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+    config = {
+        "quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": {"dtype": "fp4"}},
+        "layer_quant_config": {}, "exclude": ["lm_head"], "export": {"pack_method": "reorder"},
+    }  # fmt: skip
+    quantised, plain = quantizers.quantize(sources["qwen3"], tmp_path, quantizers.Format(write, config))
+    assert compare("qwen3", quantised, plain) == "mxfp4_e8m0"
+    config["global_quant_config"] = {"weight": {"dtype": "int4"}}
+    tiny_models.edit(quantised, quantization_config=config)
+    with pytest.raises(CheckpointError, match="global_quant_config.weight: got {'dtype': 'int4'"):
+        registry.load(quantised, kernels)
+
+
 @pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "form"), EVERY)
 def test_servers_hold_the_bytes_of_the_loader(

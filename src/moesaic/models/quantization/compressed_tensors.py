@@ -46,7 +46,7 @@ FORMATS = (
 )
 FLOATS_OF_4_BITS: Mapping[tuple[Any, int], Scheme] = {
     ("tensor_group", GROUP): Nvfp4("weight_packed", "weight_global_scale", divides=True),
-    ("group", 32): PackedMxfp4(),
+    ("group", 32): PackedMxfp4("weight_packed"),
 }
 """Strategy and size of a group -> NVFP4 or MXFP4."""
 

@@ -1,6 +1,6 @@
 """NVFP4: E2M1 numbers with a scale in E4M3 for each 16, and a float32 for the matrix. And MXFP4.
 
-compressed-tensors and ModelOpt write both, with other names of tensors.
+Other programs write them with other names of tensors.
 """
 
 from __future__ import annotations
@@ -60,12 +60,15 @@ class Nvfp4:
 class PackedMxfp4:
     """Two codes a byte [rows, columns / 2], the first in the low half, and exponents [rows, columns / 32]."""
 
+    codes: str
+    """The last part of the name of the tensor with codes."""
+
     def find(self, name: str, rows: int, columns: int, kinds: Kinds, /) -> Matrix | None:
-        if kinds(f"{name}.weight_packed") != "U8" or kinds(f"{name}.weight_scale") == "F8_E4M3":
+        if kinds(f"{name}.{self.codes}") != "U8" or kinds(f"{name}.weight_scale") == "F8_E4M3":
             return None
         _check_columns(name, columns, 32, "MXFP4")
         parts = (
-            Part(f"{name}.weight_packed", ("U8",), (rows, columns // 2)),
+            Part(f"{name}.{self.codes}", ("U8",), (rows, columns // 2)),
             Part(f"{name}.weight_scale", ("U8",), (rows, columns // 32)),
         )
         return Matrix(name, rows, columns, "mxfp4_e8m0", parts, _make_mxfp4)

@@ -19,7 +19,7 @@ from moesaic.models.files import read_config
 from moesaic.models.gguf import scheme as gguf
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.gguf.model import METHOD as GGUF
-from moesaic.models.quantization import compressed_tensors, fp8, gptq, modelopt, mxfp4
+from moesaic.models.quantization import compressed_tensors, fp8, gptq, modelopt, mxfp4, quark
 from moesaic.models.quantization.scheme import Kinds, Matrix, Scheme
 
 METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
@@ -29,6 +29,7 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "fp8": fp8.parse,
     "gptq": gptq.parse_gptq,
     "mxfp4": mxfp4.parse,
+    "quark": quark.parse,
 }
 """quant_method -> what reads the rest of quantization_config."""
 STATIC_SCALES = r".*\.input_(global_scale|scale|zero_point)"
@@ -36,7 +37,7 @@ STATIC_SCALES = r".*\.input_(global_scale|scale|zero_point)"
 CACHE_SCALES = r".*\.(self_attn|attn|attention)\.(\w+\.)?((q|k|v|kv|prob)_(scale|zero_point)|output_scale)"
 """Names of scales of an FP8 KV cache. Some programs name them after a projection."""
 OTHER_FORMATS = "allowed: the model itself, or its version in FP8, GPTQ, AWQ, compressed-tensors or GGUF"
-PLAIN_KEYS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+PLAIN_KEYS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
 """Keys of a quantization_config with names of modules that are not quantised."""
 CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 SKIP_REASONS: Mapping[str, str] = {
