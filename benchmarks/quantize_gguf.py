@@ -11,9 +11,9 @@ from pathlib import Path
 TYPES = {
     "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12,
     "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17, "q6_k": 18, "iq4_nl": 25,
-    "iq4_xs": 30, "mxfp4_moe": 38, "bf16": 32,
+    "iq4_xs": 30, "iq3_xxs": 23, "iq3_s": 26, "tq1_0": 36, "tq2_0": 37, "mxfp4_moe": 38, "bf16": 32,
 }  # fmt: skip
-"""Name -> llama.cpp's number of the file type."""
+"""Name -> llama.cpp's number of the file type. Smaller IQ types need an importance matrix."""
 
 
 def main() -> None:

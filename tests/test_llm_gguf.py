@@ -32,6 +32,7 @@ STREAMED = [
     (LINEAR, "some experts stay"),
     ("pairs", "two cores, in place"),
     ("BF16", "two cores"),
+    ("IQ2_XXS", "two cores, in place"),
     *(
         pytest.param(mix, policy, marks=pytest.mark.full)
         for mix in (MIX, "MXFP4", "Q5_0")

@@ -436,6 +436,7 @@ def test_a_quantised_hub_id_is_judged_by_its_config(tmp_path: Path, machine: Pat
 
 OF_LONG_ROWS = dict.fromkeys(("int8 rows", "packed int8"), "int8_g128")
 OF_LONG_ROWS |= {"packed int4, zero points": "int4_g128", "int8 rows, zero points": "int8_offset_g128"}
+OF_LONG_ROWS |= dict.fromkeys(("nvfp4", "nvfp4, modelopt"), "nvfp4_g128")
 """Form whose rows are one group -> its type where whole blocks of 128 numbers fit into a row."""
 
 
@@ -491,7 +492,7 @@ def test_a_model_whose_answers_never_end_is_warned_of(
 
 
 MLX = {"quantization": {"group_size": 64, "bits": 4}, "quantization_config": {"group_size": 64, "bits": 4}}
-MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+MODELOPT = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}}
 FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "MLX": (MLX, "", "config.json: quantization: this is an MLX checkpoint; allowed: the model itself, or"),
     "MLX, one key": (
@@ -502,17 +503,17 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "ModelOpt": (
         MODELOPT,
         "",
-        "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
+        "config.json: quantization_config.quant_algo: got 'W4A8_AWQ'; allowed: NVFP4, W4A16_NVFP4, FP8, and",
     ),
     "ModelOpt, nested": (
-        {"quantization_config": {"quantization": {"quant_algo": "NVFP4"}}},
+        {"quantization_config": {"quantization": {"quant_algo": "NVFP4_AWQ"}}},
         "",
-        "config.json: quantization_config: this is a ModelOpt checkpoint ('NVFP4'); allowed",
+        "config.json: quantization_config.quant_algo: got 'NVFP4_AWQ'; allowed: NVFP4, W4A16_NVFP4, FP8, and",
     ),
     "older ModelOpt": (
         {},
         "hf_quant_config.json",
-        "hf_quant_config.json: this is a ModelOpt checkpoint; allowed:",
+        "config.json: quantization_config.quant_algo: got None; allowed: NVFP4, W4A16_NVFP4, FP8, and",
     ),
     "no index": ({}, "model-00001-of-00002.safetensors", "but no model.safetensors.index.json: download it"),
     "pickles": (

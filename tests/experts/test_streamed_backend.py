@@ -20,7 +20,7 @@ from moesaic.experts.streamed_backend import StreamedBackend
 from moesaic.kernels import table
 from moesaic.models import registry
 
-KINDS = ("bf16", "fp8 blocks", "awq")
+KINDS = ("bf16", "fp8 blocks", "awq", "nvfp4")
 
 
 @pytest.fixture(scope="module", params=KINDS)

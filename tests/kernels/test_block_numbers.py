@@ -8,10 +8,14 @@ import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from scripts import write_grids
+from tests.support import k_quants
 
 from moesaic.core.weight_types import (
     BLOCK_TYPES,
     GROUP_TYPES,
+    INTEGER_GROUP_TYPES,
+    NVFP4_TYPES,
     QUANTIZATIONS,
     choose_common_type,
     row_bytes,
@@ -41,12 +45,15 @@ def random_rows(dtype: str, scales: str, rows: int = 12, count: int = 5) -> Byte
         numbers = rng.choice(EXTREMES[scales], (len(each), 1)).astype("<f4") / np.float32(3)
         each[:, 1:5] = numbers.view(np.uint8)
         return stored_rows
-    if dtype in GROUP_TYPES:
+    if dtype in NVFP4_TYPES:
+        factors = rng.choice(EXTREMES[scales], (len(each), 1)).astype("<f4") / np.float32(3)
+        each[:, :4] = factors.view(np.uint8)
+        each[:, 4:] &= 0x77
+        return stored_rows
+    if dtype in INTEGER_GROUP_TYPES:
         each[:, 0] &= 15
     for offset in blocks.SCALES.get(dtype, ()):
-        each[:, offset : offset + 2] = (
-            rng.choice(EXTREMES[scales], (len(each), 1)).astype("<f2").view(np.uint8)
-        )
+        k_quants.put_scales(dtype.upper(), each, offset, rng.choice(EXTREMES[scales], len(each)))
     if dtype not in blocks.SCALES:
         each[:, 0] = rng.choice(EXPONENTS[scales], len(each))
     return stored_rows
@@ -108,7 +115,8 @@ def test_numbers_that_are_not_finite_are_found_in_every_place_of_a_block(dtype: 
         for number in (float("nan"), float("inf"), -float("inf")):
             stored_rows = sound.copy()
             begin = 2 * BLOCK_TYPES[dtype].size + offset
-            stored_rows[7, begin : begin + 2] = np.array([number], "<f2").view(np.uint8)
+            block = stored_rows[7:8, begin - offset : begin - offset + BLOCK_TYPES[dtype].size]
+            k_quants.put_scales(dtype.upper(), block, offset, [number])
             assert str(blocks.find_not_finite(dtype, stored_rows)) == str(number)
             assert not np.isfinite(blocks.dequantize(dtype, stored_rows)).all()
 
@@ -132,7 +140,7 @@ NARROW_SCALES["bfloat16"] = (NARROW_SCALES["bfloat16"].view("<u4") & 0xFFFF0000)
 
 @pytest.mark.parametrize("repeats", [1, 2])
 @pytest.mark.parametrize("scale_type", NARROW_SCALES)
-@pytest.mark.parametrize("dtype", GROUP_TYPES)
+@pytest.mark.parametrize("dtype", INTEGER_GROUP_TYPES)
 def test_groups_have_the_numbers_of_their_definition(dtype: str, scale_type: str, repeats: int) -> None:
     rng, block = np.random.default_rng(5), BLOCK_TYPES[dtype]
     columns, is_int4 = 8 * block.numbers, dtype.startswith("int4")
@@ -160,7 +168,7 @@ def test_groups_have_the_numbers_of_their_definition(dtype: str, scale_type: str
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 3e38])
-@pytest.mark.parametrize("dtype", GROUP_TYPES)
+@pytest.mark.parametrize("dtype", INTEGER_GROUP_TYPES)
 def test_scales_that_make_numbers_infinite_are_found(dtype: str, number: float) -> None:
     scales = np.ones((3, 4), dtype=np.float32)
     size = BLOCK_TYPES[dtype].size - blocks.GROUP_HEADS[dtype]
@@ -168,3 +176,33 @@ def test_scales_that_make_numbers_infinite_are_found(dtype: str, number: float) 
     scales = (scales.view("<u4") & 0xFFFF0000).view("<f4")
     rows = blocks.pack_groups(dtype, np.full((3, 4 * size), 0x77, np.uint8), scales)
     assert str(blocks.find_not_finite(dtype, rows)) == str(float(scales[2, 1]))
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("dtype", NVFP4_TYPES)
+def test_nvfp4_has_the_numbers_of_its_definition(dtype: str, divides: bool) -> None:
+    """The product or quotient of a scale and the factor is rounded to float32 before it is multiplied."""
+    rng = np.random.default_rng(6)
+    codes = rng.integers(0, 16, (6, 384)).astype(np.uint8)
+    scales = rng.permutation(np.arange(0x7F, dtype=np.uint8).repeat(2))[: 6 * 24].reshape(6, 24)
+    factor, wide = np.float32(0.0371), torch.from_numpy(scales).view(torch.float8_e4m3fn).float().numpy()
+    rows = blocks.pack_nvfp4(
+        dtype, codes[:, ::2] | codes[:, 1::2] << np.uint8(4), scales, -factor if divides else factor
+    )
+    assert rows.shape == (6, row_bytes(dtype, 384))
+    group_scales = wide / factor if divides else wide * factor
+    wanted = E2M1[codes] * group_scales.repeat(16, axis=1)
+    assert np.array_equal(blocks.dequantize(dtype, rows), wanted) and wanted.any()
+    assert blocks.find_not_finite(dtype, rows) is None
+    for damage in (float("nan"), float("inf"), 1e-38 if divides else 1e38):
+        damaged = blocks.pack_nvfp4(dtype, codes[:, ::2], scales, -damage if divides else damage)
+        assert blocks.find_not_finite(dtype, damaged) is not None or (divides and damage == float("inf"))
+    scales[3, 5] = 0x7F
+    assert blocks.find_not_finite(dtype, blocks.pack_nvfp4(dtype, codes[:, ::2], scales, 1.0)) is not None
+
+
+def test_grids_are_those_of_the_library() -> None:
+    assert write_grids.write_grids(["--check"]) == 0

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 from tests.kernels.test_compressed_native import NONE, Mlp, Size, reading, uneven
-from tests.support import integer_products
+from tests.support import integer_products, k_quants
 from tests.support.guarded import Guarded
 from tests.support.native_kernels import same_bits
 
 from moesaic.core.weight_types import (
     BLOCK_TYPES,
     GROUP_TYPES,
+    INTEGER_GROUP_TYPES,
     NATIVE_DTYPES,
+    NVFP4_TYPES,
     expert_code,
     is_integer,
     join_dtypes,
@@ -30,7 +32,7 @@ from moesaic.kernels.table import Kernels
 __all__ = ["reading"]
 FLOAT32 = NATIVE_DTYPES.index("float32")
 HALVES = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_k": (80, 82), "q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2)}
-HALVES |= {"q6_k": (208,), "mxfp4_e8m0": ()}
+HALVES |= {"q6_k": (208,), "mxfp4_e8m0": (), "iq1_m": (48,), "tq1_0": (52,), "tq2_0": (64,)}
 """Where a block has numbers in float16, where that is not at its beginning only."""
 INTEGER = [name for name in table.instruction_sets() if name in table.INTEGER]
 each_integer_set = pytest.mark.parametrize(
@@ -49,7 +51,13 @@ def draw_blocks(rng: np.random.Generator, dtype: str, rows: int, columns: int) -
         scales = rng.standard_normal((len(stored), 1)) * rng.choice([1e-6, 1e-3, 0.05], (len(stored), 1))
         stored[:, 1:5] = scales.astype("<f4").view(np.uint8)
         return stored.reshape(rows, row_bytes(dtype, columns))
-    if dtype in GROUP_TYPES:
+    if dtype in NVFP4_TYPES:
+        factors = rng.standard_normal((len(stored), 1)) * rng.choice([1e-6, 1e-3, 0.05], (len(stored), 1))
+        # Those that divide are negative.
+        stored[:, :4] = np.where(factors < 0, 1 / factors, factors).astype("<f4").view(np.uint8)
+        stored[:, 4 : 4 + BLOCK_TYPES[dtype].numbers // 16] &= 0x37
+        return stored.reshape(rows, row_bytes(dtype, columns))
+    if dtype in INTEGER_GROUP_TYPES:
         scales = rng.standard_normal(len(stored)) * rng.choice([1e-6, 1e-3, 0.05], len(stored))
         bf16 = (scales.astype("<f4").view("<u4") >> 16).astype("<u2")
         bits = np.where(stored[:, 0] & blocks.BF16_SCALE, bf16, scales.astype("<f2").view("<u2"))
@@ -57,7 +65,7 @@ def draw_blocks(rng: np.random.Generator, dtype: str, rows: int, columns: int) -
         return stored.reshape(rows, row_bytes(dtype, columns))
     for place in HALVES.get(dtype, (0,)):
         scales = rng.standard_normal(len(stored)) * rng.choice([1e-6, 1e-3, 0.05], len(stored))
-        stored[:, place : place + 2] = scales.astype("<f2").reshape(-1, 1).view(np.uint8)
+        k_quants.put_scales(dtype.upper(), stored, place, scales)
     if dtype == "mxfp4_e8m0":
         stored[:, 0] = rng.choice([0, 1, 2, 110, 122, 127], len(stored))
     return stored.reshape(rows, row_bytes(dtype, columns))
@@ -95,6 +103,7 @@ PAIRS = [
     ("q4_k", "q6_k"),
     ("mxfp4_e8m0", "q8_0"),
     ("q2_k", "q3_k"),
+    ("iq2_xxs", "iq3_s"),
 ]
 
 
@@ -173,7 +182,7 @@ def test_the_largest_codes_of_blocks_do_not_overflow(name: str, dtype: str) -> N
     for byte in (0x00, 0x80, 0xFF):
         stored = np.full((columns * numbers // kind.numbers, kind.size), byte, np.uint8)
         for place in HALVES.get(dtype, (0,)):
-            stored[:, place : place + 2] = np.array([0.01], "<f2").view(np.uint8)
+            k_quants.put_scales(dtype.upper(), stored, place, np.full(len(stored), 0.01))
         if dtype == "mxfp4_e8m0":
             stored[:, 0] = 120
         weight = QuantizedMatrix(torch.from_numpy(stored.reshape(columns, -1)), numbers, dtype)

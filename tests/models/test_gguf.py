@@ -222,6 +222,7 @@ def test_experts_keep_their_types_in_memory(sources: Callable[[str], Path], tmp_
         ("as Q4_K_M", ["int4_offset+int8_16", "int4_offset"]),
         ("MXFP4", ["mxfp4", "mxfp4"]),
         ("Q3_K", ["int8_16", "int8_16"]),
+        ("IQ1_M", ["int8_16", "int8_16"]),
         ("Q2_K", ["int8_16_offset", "int8_16_offset"]),
         ("pairs", ["int8_16_offset+int8_16", "int4_offset"]),
     ],
@@ -338,7 +339,9 @@ def test_what_ends_an_answer_is_in_the_metadata(sources: Callable[[str], Path], 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mix", ["as Q4_K_M", "latent, as Q4_K_M", "latent, pairs", "MXFP4", "Q5_K"])
+@pytest.mark.parametrize(
+    "mix", ["as Q4_K_M", "latent, as Q4_K_M", "latent, pairs", "MXFP4", "Q5_K", "IQ2_XS", "TQ1_0"]
+)
 def test_tokens_are_those_of_transformers_on_the_dequantised_checkpoint(
     sources: Callable[[str], Path], tmp_path: Path, mix: str
 ) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
-from tests.support import gguf_files, model_configs, tiny_models
+from tests.support import gguf_files, k_quants, model_configs, tiny_models
 
 from moesaic.core.errors import CheckpointError, ConfigError
 from moesaic.core.weight_types import BLOCK_TYPES, QUANTIZATIONS, is_integer, is_quantized, split_dtype
@@ -113,9 +113,12 @@ def damage(file: Path, to: Path, tensor: str, dtype: str, offset: int) -> Path:
     shutil.copyfile(file, to)
     found = next(one for one in GGUFReader(file).tensors if one.name == tensor)
     begin = int(found.data_offset) + int(found.n_bytes) - BLOCK_TYPES[dtype].size + offset
-    with to.open("r+b") as stream:
-        stream.seek(begin)
-        stream.write(struct.pack("<H", 0x7C00) if dtype in SCALES else b"\xff")
+    block = np.memmap(to, np.uint8, "r+", begin - offset, (1, BLOCK_TYPES[dtype].size))
+    if dtype in SCALES:
+        k_quants.put_scales(dtype.upper(), block, offset, [np.inf])
+    else:
+        block[0, offset] = 0xFF
+    block.flush()
     return to
 
 

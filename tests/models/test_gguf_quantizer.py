@@ -29,7 +29,7 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode
 KINDS = {
     "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16,
     "Q5_K_M": 17, "Q6_K": 18, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "IQ4_NL": 25, "IQ4_XS": 30,
-    "BF16": 32, "MXFP4_MOE": 38,
+    "IQ3_XXS": 23, "IQ3_S": 26, "TQ1_0": 36, "TQ2_0": 37, "BF16": 32, "MXFP4_MOE": 38,
 }  # fmt: skip
 """Name of a kind of file for llama.cpp -> its number."""
 MODELS: dict[str, dict[str, int]] = {

@@ -96,8 +96,8 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     "the end is missing": (cut(100), "truncated or corrupt: tensor "),
     "only the beginning": (cut(-200), "truncated or corrupt: "),
     "a type that is not read": (
-        in_tensor(UP, 4, int(GGMLQuantizationType.IQ2_XS), "I"),
-        f"tensor {UP}: got type IQ2_XS; allowed: F32, F16, BF16, Q4_0, Q4_1",
+        in_tensor(UP, 4, int(GGMLQuantizationType.NVFP4), "I"),
+        f"tensor {UP}: got type NVFP4; allowed: F32, F16, BF16, Q4_0, Q4_1",
     ),
     "an unknown type": (in_tensor(UP, 4, 99, "I"), f"tensor {UP}: got type number 99; allowed: F32"),
     "a tensor after the end": (

@@ -36,19 +36,20 @@ BESIDE = {
 """Model -> name of another published file -> what it has; and "tensors": names of its index, with ranges."""
 RANGE = re.compile(r"(\d+)-(\d+)")
 FILES = {file.stem.replace("--", "/"): file for file in sorted(FOLDER.glob("*.json"))}
-REFUSED = {name for name in FILES if name.endswith("NVFP4")}
-"""Checkpoints in NVFP4, of ModelOpt and of compressed-tensors."""
+NVFP4 = {name for name in FILES if name.endswith("NVFP4")}
+"""Checkpoints in NVFP4, of ModelOpt and of compressed-tensors. Most are versions of models above."""
 NOT_HERE = {"internvl", "qwen3_5_moe_text"}
 """Of these no whole published config is known: InternVL with experts, and Qwen3.5 without images."""
 BY_HAND: dict[str, dict[str, Any]] = {"QuantTrio/MiniMax-M2-AWQ": {"model_type": "minimax_m2"}}
 """Models that are read with --hf-overrides, and its value: this one is called `mixtral`."""
 FAST = ("MiniMaxAI/MiniMax-M2.7", "moonshotai/Kimi-K2.5", "zai-org/GLM-4.5V")
-COMPARED = sorted(FILES.keys() - REFUSED)
+COMPARED = sorted(FILES.keys() - NVFP4)
 
 
 TENSORS = {"tencent/Hy3": 47138}
 """How many tensors a published index is said to have."""
 QUANTISED = [name for name in COMPARED if shrunk.find_quantization(json.loads(FILES[name].read_text()))]
+QUANTISED += ["RedHatAI/Qwen3-Coder-Next-NVFP4", "nvidia/GLM-4.7-NVFP4", "nvidia/Qwen3.6-35B-A3B-NVFP4"]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -85,13 +86,9 @@ def list_tensors(name: str) -> list[str]:
 def test_doctor_judges_a_published_config(name: str, tmp_path: Path) -> None:
     file = write_files(name, tmp_path / "model")
     report = doctor_model.examine_model(Doctor(str(file), hardware="none"), tmp_path)
-    if name in REFUSED:
-        assert judge(report).startswith("not supported: ")
-        assert any(word in judge(report) for word in ("ModelOpt checkpoint", "'nvfp4-pack-quantized'"))
-        assert "the model itself, or its version in" in judge(report)
-        return
     assert not report.problems, report.problems
     assert report.spec is not None and report.sizes is not None and report.sizes_error is None
+    assert (name in NVFP4) == str(report.sizes.quantized_dtype).startswith("nvfp4")
 
 
 def test_what_a_config_leaves_unquantised_has_the_price_of_bf16() -> None:

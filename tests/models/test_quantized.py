@@ -98,7 +98,47 @@ def test_groups_of_128_stay_blocks(sources: dict[str, Path], tmp_path: Path, for
     """Also those of eight bits with zero points, and of GPTQ with columns that were rounded in any order."""
     quantised, plain = quantizers.quantize(sources["rows of 128"], tmp_path, quantizers.GROUPS_OF_128[form])
     wanted = "int4_g128" if form in ("gptq, static groups", "gptq, rows in any order") else "int8_offset_g128"
+    wanted = "nvfp4_g128" if "nvfp4" in form else wanted
     assert compare("rows of 128", quantised, plain) == wanted
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_modelopt_may_say_in_a_file_of_its_own_that_it_wrote_fp8(
+    sources: dict[str, Path], tmp_path: Path, mixed: bool
+) -> None:
+    quantised, plain = made(sources, "qwen3", "fp8 matrix, static", tmp_path)
+    config = json.loads((quantised / "config.json").read_text())
+    del config["quantization_config"]
+    (quantised / "config.json").write_text(json.dumps(config))
+    settings: dict[str, Any] = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head"],
+    }
+    if mixed:
+        layers = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+        settings |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    content = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": settings}
+    (quantised / "hf_quant_config.json").write_text(json.dumps(content))
+    assert compare("qwen3", quantised, plain) == "fp8"
+
+
+def test_quark_writes_mxfp4_with_names_of_its_own(sources: dict[str, Path], tmp_path: Path) -> None:
+    def write(name: str, matrix: torch.Tensor) -> tuple[quantizers.Tensors, torch.Tensor]:
+        tensors, plain = quantizers.packed_mxfp4(name, matrix)
+        return {key.removesuffix("_packed"): tensor for key, tensor in tensors.items()}, plain
+
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+    config = {
+        "quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": {"dtype": "fp4"}},
+        "layer_quant_config": {}, "exclude": ["lm_head"], "export": {"pack_method": "reorder"},
+    }  # fmt: skip
+    quantised, plain = quantizers.quantize(sources["qwen3"], tmp_path, quantizers.Format(write, config))
+    assert compare("qwen3", quantised, plain) == "mxfp4_e8m0"
+    config["global_quant_config"] = {"weight": {"dtype": "int4"}}
+    tiny_models.edit(quantised, quantization_config=config)
+    with pytest.raises(CheckpointError, match="global_quant_config.weight: got {'dtype': 'int4'"):
+        registry.load(quantised, kernels)
 
 
 @pytest.mark.parametrize("mapped", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -295,6 +335,24 @@ DAMAGE: dict[str, tuple[str, str, Any, str]] = {
     "another shape": (
         "packed int4", f"{EXPERT}.weight_shape", lambda one: one.flip(0), "weight_shape: got [160, 96]",
     ),
+    "NaN among scales of 16": (
+        "nvfp4", f"{EXPERT}.weight_scale",
+        lambda one: one.view(torch.uint8).fill_(0x7F).view(torch.float8_e4m3fn), "got nan in a scale",
+    ),
+    "a scale of the matrix that is 0": (
+        "nvfp4", f"{EXPERT}.weight_global_scale", lambda one: one.fill_(0),
+        "weight_global_scale: got 0.0; allowed: a positive number",
+    ),
+    "a scale of the matrix that is negative": (
+        "nvfp4, modelopt", f"{EXPERT}.weight_scale_2", lambda one: -one.abs(), "weight_scale_2: got -",
+    ),
+    "an infinite scale of the matrix": (
+        "nvfp4, modelopt", f"{EXPERT}.weight_scale_2", lambda one: one.fill_(torch.inf), "got inf in a scale",
+    ),
+    "few scales of 16": (
+        "nvfp4, modelopt", f"{EXPERT}.weight_scale", lambda one: one[:, :-1],
+        "weight_scale: got F8_E4M3 [96, 9]; allowed: F8_E4M3 [96, 10]",
+    ),
     "no scales": ("awq", f"{EXPERT}.scales", None, "scales is missing"),
     "an infinite scale": ("gptq", f"{EXPERT}.scales", lambda one: one.fill_(torch.inf), "got inf in a scale"),
     "an exponent that is NaN": (
@@ -341,7 +399,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "AWQ for GEMV": ("awq", {"version": "gemv"}, "quantization_config.version: got 'gemv'"),
     "sparsity": ("packed int4", {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
     "no groups": ("packed int4", {"config_groups": None}, "config_groups"),
-    "another format": ("packed int4", {"format": "nvfp4-pack-quantized"}, "got 'nvfp4-pack-quantized'"),
+    "another format": ("packed int4", {"format": "marlin-24"}, "got 'marlin-24'"),
 }  # fmt: skip
 
 

@@ -1,12 +1,16 @@
-"""Quantises to Q2_K to Q6_K, IQ4_NL and IQ4_XS, which the library `gguf` reads but does not write.
+"""Writes blocks of Q2_K to Q6_K and of the IQ types, which the library `gguf` reads but does not write.
 
-Each group gets the scale and minimum of its own range, rounded to the bits that the format has.
+Each group gets the scale and minimum of its own range, rounded to the bits that the format has. Blocks of IQ1
+to IQ3 are random. Only their scales are as large as the numbers say.
 """
 
 from __future__ import annotations
 
+import zlib
+from functools import partial
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -142,6 +146,33 @@ def iq4_xs(rows: Floats) -> Bytes:
     return np.concatenate([d, upper.astype("<u2").reshape(-1, 1).view(np.uint8), scales, codes], axis=1)
 
 
+def put_scales(kind: str, blocks: Bytes, place: int, numbers: Any) -> None:
+    """Writes numbers [n] in float16 at a byte of blocks [n, size]. IQ1_M has one in parts of four bits."""
+    halves = np.asarray(numbers).astype("<f2").reshape(-1, 1)
+    if kind != "IQ1_M":
+        blocks[:, place : place + 2] = halves.view(np.uint8)
+        return
+    for part in range(4):
+        bits = (halves.view("<u2")[:, 0] >> 4 * part & 15).astype(np.uint8)
+        blocks[:, place + 2 * part + 1] = blocks[:, place + 2 * part + 1] & 15 | bits << 4
+
+
+PLACES = {**dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 0), "IQ1_M": 48}
+"""Type -> the byte of a block at which its scale begins."""
+
+
+def draw_blocks(kind: str, rows: Floats) -> Bytes:
+    """Random blocks whose numbers are as large as those of rows [n, 256]. Equal rows have equal blocks."""
+    number = gguf.GGMLQuantizationType[kind]
+    rng = np.random.default_rng(zlib.crc32(rows.tobytes()))
+    blocks = rng.integers(0, 256, (len(rows), gguf.GGML_QUANT_SIZES[number][1])).astype(np.uint8)
+    put_scales(kind, blocks, PLACES[kind], np.ones(len(rows)))
+    sizes, own = (np.sqrt(np.square(x).mean(1)) for x in (rows, gguf.dequantize(blocks, number)))
+    put_scales(kind, blocks, PLACES[kind], sizes / own)
+    return blocks
+
+
 WRITERS = {
     "Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_NL": iq4_nl, "IQ4_XS": iq4_xs,
+    **{kind: partial(draw_blocks, kind) for kind in PLACES},
 }  # fmt: skip

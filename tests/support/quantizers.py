@@ -254,10 +254,48 @@ def mxfp4(name: str, matrices: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": (exponents + 127).to(torch.uint8)}, plain
 
 
-def compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
-    """As llm-compressor writes it."""
+def nvfp4(codes: str, factor_name: str, input_name: str, divides: bool) -> Quantizer:
+    """Scales in E4M3 of 16 numbers, multiplied by one number of the matrix, or divided by it."""
+
+    def write(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        groups, largest = matrix.unflatten(1, (-1, 16)), matrix.abs().max() / (448 * 6)
+        stored = (groups.abs().amax(2) / 6 / largest).to(torch.float8_e4m3fn)
+        factor = 1 / largest if divides else largest
+        scales = (stored.float() / factor if divides else stored.float() * factor)[..., None]
+        chosen = (groups[..., None] / scales[..., None].clamp(min=1e-30) - E2M1).abs().argmin(-1)
+        packed_codes = (chosen[..., 0::2] | chosen[..., 1::2] << 4).to(torch.uint8).flatten(1)
+        tensors = {f"{name}.{codes}": packed_codes, f"{name}.weight_scale": stored}
+        tensors |= {f"{name}.{factor_name}": factor.reshape([1] if divides else [])}
+        tensors |= {f"{name}.{input_name}": torch.tensor([123.0])}
+        return tensors, (E2M1[chosen] * scales).flatten(1)
+
+    return write
+
+
+def packed_mxfp4(name: str, matrix: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As `mxfp4`, for any matrix [rows, columns]."""
+    tensors, plain = mxfp4(name, matrix.T[None])
+    codes, exponents = tensors[f"{name}_blocks"][0].flatten(1), tensors[f"{name}_scales"][0]
+    return {f"{name}.weight_packed": codes, f"{name}.weight_scale": exponents}, plain[0].T
+
+
+def modelopt(*ignored: str, **changes: Any) -> dict[str, Any]:
+    """As ModelOpt 0.41 writes it."""
+    floats = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    return {
+        "config_groups": {
+            "group_0": {"input_activations": floats, "weights": floats, "targets": ["Linear"]}
+        },
+        "ignore": ["lm_head", *ignored], "quant_algo": "NVFP4", "quant_method": "modelopt",
+        "producer": {"name": "modelopt", "version": "0.41.0"},
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, **changes,
+    }  # fmt: skip
+
+
+def compressed_tensors(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    """As llm-compressor writes it. inputs: its `input_activations`."""
     group = {
-        "targets": ["Linear"], "input_activations": None, "output_activations": None, "format": form,
+        "targets": ["Linear"], "input_activations": inputs, "output_activations": None, "format": form,
         "weights": {
             "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None,
             "block_structure": None, "dynamic": False, "actorder": None, "observer": "minmax",
@@ -311,6 +349,22 @@ FORMATS = {
         awq(32),
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
     ),
+    "nvfp4": Format(
+        nvfp4("weight_packed", "weight_global_scale", "input_global_scale", True),
+        compressed_tensors(
+            "nvfp4-pack-quantized", {"dynamic": "local", "num_bits": 4},
+            num_bits=4, type="float", strategy="tensor_group", group_size=16,
+            scale_dtype="torch.float8_e4m3fn", zp_dtype=None,
+        ),
+    ),
+    "nvfp4, modelopt": Format(nvfp4("weight", "weight_scale_2", "input_scale", False), modelopt()),
+    "packed mxfp4": Format(
+        packed_mxfp4,
+        compressed_tensors(
+            "mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32,
+            scale_dtype="torch.uint8", zp_dtype="torch.uint8",
+        ),
+    ),
 }  # fmt: skip
 MXFP4 = Format(
     mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, columns=True
@@ -321,6 +375,8 @@ GROUPS_OF_128 = {
         compressed_tensors("pack-quantized", symmetric=False, strategy="group", group_size=128),
     ),
     "int8 rows, zero points": FORMATS["int8 rows, zero points"],
+    "nvfp4": FORMATS["nvfp4"],
+    "nvfp4, modelopt": FORMATS["nvfp4, modelopt"],
     "gptq, 8 bits": Format(gptq(8, 128, 1, False), _gptq_config(8, "gptq", False) | {"group_size": 128}),
     "gptq, static groups": Format(
         gptq(4, 128, 1, False),
@@ -339,5 +395,6 @@ STORED = {
     "packed int4": "int4_g32", "packed int4, zero points": "int4_g32",
     "packed int8": "int8", "packed int8, zero points": "int8_offset", "gptq": "int4_g32",
     "gptq v2, act order": "float32", "awq": "int4_g32",
+    "nvfp4": "int8_16", "nvfp4, modelopt": "int8_16", "packed mxfp4": "mxfp4_e8m0",
 }  # fmt: skip
 """The type in memory of each format's experts."""

@@ -68,6 +68,10 @@ def choose_writer(settings: dict[str, Any]) -> quantizers.Quantizer:
         return quantizers.fp8_powers if "scale_fmt" in settings else quantizers.fp8_blocks(128)
     if method in ("gptq", "auto-round"):
         return quantizers.gptq(settings["bits"], group, 1, settings.get("desc_act", False))
+    if method == "modelopt":
+        return quantizers.FORMATS["nvfp4, modelopt"].write
+    if settings.get("format") == "nvfp4-pack-quantized":
+        return quantizers.FORMATS["nvfp4"].write
     if settings.get("format") == "float-quantized":
         return quantizers.fp8_rows
     writers = {"awq": quantizers.awq(group), "mxfp4": quantizers.mxfp4}

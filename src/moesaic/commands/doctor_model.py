@@ -163,25 +163,13 @@ def _ask_loader(
     if source.files is not None:
         names = source.files
         try_step(lambda: check_files(model, names))
-        try_step(lambda: _check_weights(model, names, raw))
-    elif source.config.name == "config.json":
-        file_names = [file.name for file in source.config.parent.iterdir()]
-        try_step(lambda: _check_quantizer(model, file_names, raw))
+        try_step(lambda: _check_weights(model, names))
     return spec, problems, []
 
 
-def _check_weights(model: str, names: Collection[str], raw: dict[str, Any]) -> None:
+def _check_weights(model: str, names: Collection[str]) -> None:
     """Raises CheckpointError for a model on the hub without weights that are read."""
     problem = files.describe_missing_weights(names)
-    if problem is not None:
-        raise CheckpointError(f"{model}: {problem}")
-    _check_quantizer(model, names, raw)
-
-
-def _check_quantizer(model: str, names: Collection[str], raw: dict[str, Any]) -> None:
-    """Raises CheckpointError for a model that is quantised as a file of `names`, which stand beside its
-    config.json, says alone."""
-    problem = registry.describe_quantizer(names, raw)
     if problem is not None:
         raise CheckpointError(f"{model}: {problem}")
 

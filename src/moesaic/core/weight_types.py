@@ -95,21 +95,37 @@ BLOCK_TYPES = {
     "q6_k": BlockType(256, 210, 16, "int8_16"),
     "iq4_nl": BlockType(32, 18, 32, "int8"),
     "iq4_xs": BlockType(256, 136, 32, "int8"),
+    "iq1_s": BlockType(256, 50, 32, "int8"),
+    "iq1_m": BlockType(256, 56, 16, "int8_16"),
+    "iq2_xxs": BlockType(256, 66, 32, "int8"),
+    "iq2_xs": BlockType(256, 74, 16, "int8_16"),
+    "iq2_s": BlockType(256, 82, 16, "int8_16"),
+    "iq3_xxs": BlockType(256, 98, 32, "int8"),
+    "iq3_s": BlockType(256, 110, 32, "int8"),
+    "tq1_0": BlockType(256, 54, 32, "int8"),
+    "tq2_0": BlockType(256, 66, 32, "int8"),
     "mxfp4_e8m0": BlockType(32, 17, 32, "mxfp4"),
     "int4_g128": BlockType(128, 67, 32, "int4_offset"),
     "int4_g64": BlockType(64, 35, 32, "int4_offset"),
     "int4_g32": BlockType(32, 19, 32, "int4_offset"),
     "int8_g128": BlockType(128, 131, 32, "int8"),
     "int8_offset_g128": BlockType(128, 133, 32, "int8_offset"),
+    "nvfp4_g128": BlockType(128, 76, 16, "int8_16"),
+    "nvfp4_g64": BlockType(64, 40, 16, "int8_16"),
 }
 """The types of blocks by name. Most are ggml's, as GGUF files have them, with ggml's name in small letters.
 ggml's MXFP4 has "mxfp4_e8m0", since "mxfp4" has scales in float32.
 
-The last five are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and the codes. The
-low half of the byte is the zero point of "int4". Its highest bit says that the scale is bf16, not float16.
-In "int8_offset_g128" the byte is the zero point, and the scale is a float32.
+Those of INTEGER_GROUP_TYPES are groups of GPTQ, AWQ and compressed-tensors: a byte, a scale of 16 bits, and
+the codes. The low half of the byte is the zero point of "int4". Its highest bit says that the scale is bf16,
+not float16. In "int8_offset_g128" the byte is the zero point, and the scale is a float32.
+
+Those of NVFP4_TYPES are several groups of 16 numbers: a float32 for all of them, their scales in E4M3, and
+the codes. Scales are multiplied by the float32, or divided by its magnitude if it is negative.
 """
-GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128", "int8_offset_g128")
+INTEGER_GROUP_TYPES = ("int4_g128", "int4_g64", "int4_g32", "int8_g128", "int8_offset_g128")
+NVFP4_TYPES = ("nvfp4_g128", "nvfp4_g64")
+GROUP_TYPES = (*INTEGER_GROUP_TYPES, *NVFP4_TYPES)
 """The types of BLOCK_TYPES that no GGUF file has."""
 PACKED_DTYPES = (COMPRESSED_DTYPE, *QUANTIZATIONS, *BLOCK_TYPES)
 """Types whose rows are bytes, and not numbers."""

@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES, QUANTIZATIONS
+from moesaic.core.weight_types import BLOCK_TYPES, INTEGER_GROUP_TYPES, NVFP4_TYPES, QUANTIZATIONS
+from moesaic.kernels import small_blocks
 from moesaic.kernels.quantized_layout import TABLES, Bytes, Floats
+from moesaic.kernels.small_blocks import Parts, read_half
 
 IQ4 = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
 ).view(np.uint8)
 """What the codes of IQ4_NL and IQ4_XS stand for, as codes of int8."""
-
-Parts = tuple[Bytes, Floats, Floats | None]
-"""Codes [rows, columns], one a byte; scales and offsets [rows, groups]."""
 
 
 def decode_rows(dtype: str, stored_rows: Bytes) -> Parts:
@@ -73,11 +72,6 @@ def decode_as(kind: str, dtype: str, stored_rows: Bytes) -> Parts:
     return (values - least).astype(np.uint8), scales, scales * np.float32(least)
 
 
-def _half(blocks: Bytes, offset: int) -> Floats:
-    """The float16 number at byte `offset` of each block, as [n, 1] float32."""
-    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
-
-
 def _unpack_16(packed_codes: Bytes) -> Bytes:
     """Codes of four bits of bytes [n, m]: first the low halves of 16 bytes, then their high halves."""
     parts = packed_codes.reshape(len(packed_codes), -1, 1, 16)
@@ -93,30 +87,30 @@ def _fifth_bits(blocks: Bytes, offset: int) -> Bytes:
 
 
 def _q8_0(blocks: Bytes) -> Parts:
-    return blocks[:, 2:], _half(blocks, 0), None
+    return blocks[:, 2:], read_half(blocks, 0), None
 
 
 def _q4_0(blocks: Bytes) -> Parts:
-    return _unpack_16(blocks[:, 2:]), _half(blocks, 0), None
+    return _unpack_16(blocks[:, 2:]), read_half(blocks, 0), None
 
 
 def _q4_1(blocks: Bytes) -> Parts:
-    return _unpack_16(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+    return _unpack_16(blocks[:, 4:]), read_half(blocks, 0), read_half(blocks, 2)
 
 
 def _q5_0(blocks: Bytes) -> Parts:
     codes = _unpack_16(blocks[:, 6:]) | _fifth_bits(blocks, 2)
     # Q5_0 has the numbers -16 to 15 as codes 0 to 31.
-    return (codes.view(np.int8) - np.int8(16)).view(np.uint8), _half(blocks, 0), None
+    return (codes.view(np.int8) - np.int8(16)).view(np.uint8), read_half(blocks, 0), None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
     codes = _unpack_16(blocks[:, 8:]) | _fifth_bits(blocks, 4)
-    return codes, _half(blocks, 0), _half(blocks, 2)
+    return codes, read_half(blocks, 0), read_half(blocks, 2)
 
 
 def _iq4_nl(blocks: Bytes) -> Parts:
-    return IQ4[_unpack_16(blocks[:, 2:])], _half(blocks, 0), None
+    return IQ4[_unpack_16(blocks[:, 2:])], read_half(blocks, 0), None
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
@@ -124,7 +118,7 @@ def _iq4_xs(blocks: Bytes) -> Parts:
     low = blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8) & np.uint8(15)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
     scales = low.reshape(-1, 8).astype(np.float32) + 16 * high.astype(np.float32) - 32
-    return IQ4[_unpack_16(blocks[:, 8:])], _half(blocks, 0) * scales, None
+    return IQ4[_unpack_16(blocks[:, 8:])], read_half(blocks, 0) * scales, None
 
 
 def _mxfp4(blocks: Bytes) -> Parts:
@@ -141,7 +135,7 @@ def _scales_and_minima(blocks: Bytes) -> tuple[Floats, Floats]:
     low, middle, high = packed_bits[:, 0], packed_bits[:, 1], packed_bits[:, 2]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 2 & 48)], axis=1)
     minima = np.concatenate([middle & 63, (high >> 4) | (middle >> 2 & 48)], axis=1)
-    return _half(blocks, 0) * scales, -(_half(blocks, 2) * minima)
+    return read_half(blocks, 0) * scales, -(read_half(blocks, 2) * minima)
 
 
 def _unpack_32(packed_codes: Bytes) -> Bytes:
@@ -166,7 +160,7 @@ def _q6_k(blocks: Bytes) -> Parts:
     low = np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=2).reshape(len(blocks), -1)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     codes = low | (high >> shifts & np.uint8(3)).reshape(len(blocks), -1) << np.uint8(4)
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
+    scales = read_half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
     # Q6_K has the numbers -32 to 31 as codes 0 to 63.
     return (codes.view(np.int8) - np.int8(32)).view(np.uint8), scales, None
 
@@ -175,8 +169,8 @@ def _q2_k(blocks: Bytes) -> Parts:
     """Each 16 numbers have a scale and an offset of four bits, times two numbers of the block."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     codes = blocks[:, 16:80].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)
-    scales = _half(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
-    offsets = -(_half(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32))
+    scales = read_half(blocks, 80) * (blocks[:, :16] & np.uint8(15)).astype(np.float32)
+    offsets = -(read_half(blocks, 82) * (blocks[:, :16] >> np.uint8(4)).astype(np.float32))
     return codes.reshape(len(blocks), -1), scales, offsets
 
 
@@ -191,21 +185,21 @@ def _q3_k(blocks: Bytes) -> Parts:
     high_bits = (high[:, None, :] >> shifts & np.uint8(3)).reshape(len(blocks), -1)
     factors = (low_bits | high_bits << np.uint8(4)).astype(np.float32) - 32
     # Q3_K has the numbers -4 to 3 as codes 0 to 7.
-    return (codes.view(np.int8) - np.int8(4)).view(np.uint8), _half(blocks, 108) * factors, None
+    return (codes.view(np.int8) - np.int8(4)).view(np.uint8), read_half(blocks, 108) * factors, None
 
 
 BF16_SCALE = 0x80
 """The bit of the first byte of a group that says that its scale is bf16."""
 OFFSET_GROUP = "int8_offset_g128"
 """The type of groups with a zero point of eight bits and a float32 scale."""
-GROUP_HEADS = {name: 5 if name == OFFSET_GROUP else 3 for name in GROUP_TYPES}
+GROUP_HEADS = {name: 5 if name == OFFSET_GROUP else 3 for name in INTEGER_GROUP_TYPES}
 """Type -> bytes of a group before its codes."""
 
 
 def _group_scales(blocks: Bytes) -> Floats:
     """The scale of a group, [n, 1]."""
     wide = np.ascontiguousarray(blocks[:, 1:3]).view("<u2").astype(np.uint32) << np.uint32(16)
-    return np.where(blocks[:, :1] & BF16_SCALE, wide.view(np.float32), _half(blocks, 1))
+    return np.where(blocks[:, :1] & BF16_SCALE, wide.view(np.float32), read_half(blocks, 1))
 
 
 def _read_int4(blocks: Bytes) -> Parts:
@@ -232,7 +226,7 @@ def _read_int8_offset(blocks: Bytes) -> Parts:
 
 
 def pack_groups(dtype: str, packed_codes: Bytes, scales: Floats, zeros: Bytes | int = 0) -> Bytes:
-    """The rows of a type of GROUP_TYPES, [rows, row_bytes].
+    """The rows of a type of INTEGER_GROUP_TYPES, [rows, row_bytes].
 
     packed_codes: [rows, bytes]; of "int4", two a byte with the first in the low half. scales: [rows, groups],
     where groups are as large as those of `dtype`, or some times larger; each is a number of float16 or bf16,
@@ -262,22 +256,64 @@ def _pack_heads(dtype: str, scales: Floats, zeros: Bytes | int) -> Bytes:
     return np.concatenate([first_bytes[:, :, None], scale_bytes], axis=2)
 
 
+E2M1 = (TABLES["e2m1"] * 2).astype(np.int8).view(np.uint8)
+"""Twice what the codes of NVFP4 stand for, as codes of int8."""
+MOST_E2M1 = np.float32(12)
+"""The largest number of E2M1, doubled."""
+
+
+def _nvfp4_scales(blocks: Bytes) -> Floats:
+    """The scales of each 16 doubled numbers, [n, groups]. The factor of a block divides if it is negative."""
+    factors, scales = _nvfp4_factors(blocks), TABLES["e4m3"][blocks[:, 4 : _nvfp4_head(blocks)]]
+    scales = np.where(factors < 0, scales / np.abs(factors), scales * factors)
+    return scales * np.float32(0.5)
+
+
+def _nvfp4_factors(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks[:, :4]).view("<f4")
+
+
+def _nvfp4_head(blocks: Bytes) -> int:
+    """Bytes of a block before its codes. Each 16 numbers have a byte for their scale and eight for codes."""
+    size: int = blocks.shape[1]
+    return 4 + (size - 4) // 9
+
+
+def _read_nvfp4(blocks: Bytes) -> Parts:
+    codes = blocks[:, _nvfp4_head(blocks) :]
+    numbers = np.stack([E2M1[codes & np.uint8(15)], E2M1[codes >> np.uint8(4)]], axis=2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return numbers.reshape(len(blocks), -1), _nvfp4_scales(blocks), None
+
+
+def pack_nvfp4(dtype: str, packed_codes: Bytes, scales: Bytes, factor: float) -> Bytes:
+    """The rows of a type of NVFP4_TYPES, [rows, row_bytes].
+
+    packed_codes: [rows, bytes], two a byte with the first in the low half. scales: [rows, groups] in E4M3.
+    factor: what they are multiplied by, or divided by its magnitude if it is negative.
+    """
+    numbers, rows = BLOCK_TYPES[dtype].numbers, len(packed_codes)
+    parts = scales.reshape(rows, -1, numbers // 16), packed_codes.reshape(rows, -1, numbers // 2)
+    factors = np.broadcast_to(np.array([factor], "<f4").view(np.uint8), (*parts[0].shape[:2], 4))
+    return np.concatenate([factors, *parts], axis=2).reshape(rows, -1)
+
+
 READERS: dict[str, Callable[[Bytes], Parts]] = {
     "q8_0": _q8_0, "q4_0": _q4_0, "q4_1": _q4_1, "q5_0": _q5_0, "q5_1": _q5_1,
     "q2_k": _q2_k, "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k,
-    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_e8m0": _mxfp4,
+    "iq4_nl": _iq4_nl, "iq4_xs": _iq4_xs, "mxfp4_e8m0": _mxfp4, **small_blocks.READERS,
     "int4_g128": _read_int4, "int4_g64": _read_int4, "int4_g32": _read_int4, "int8_g128": _read_int8,
-    OFFSET_GROUP: _read_int8_offset,
+    OFFSET_GROUP: _read_int8_offset, **dict.fromkeys(NVFP4_TYPES, _read_nvfp4),
 }  # fmt: skip
 """Type -> what reads blocks [n, size]: codes [n, numbers], scales and offsets [n, groups]."""
 SCALES = {
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", "iq4_xs"), (0,)),
     **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
-    "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,),
-    **dict.fromkeys((name for name in GROUP_TYPES if name != OFFSET_GROUP), (1,)),
+    "q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), **small_blocks.SCALES,
+    **dict.fromkeys((name for name in INTEGER_GROUP_TYPES if name != OFFSET_GROUP), (1,)),
 }  # fmt: skip
 """Type -> the bytes of a block at which its float16 numbers begin; that of a group may be bf16. MXFP4 has an
-exponent instead, and OFFSET_GROUP a float32."""
+exponent instead, and OFFSET_GROUP a float32. IQ1_M has four bits of it in each two bytes from there."""
 MOST_EXPONENT = 252
 """The largest exponent of MXFP4 with which every code is a finite float32."""
 VALUES = {
@@ -299,16 +335,23 @@ def find_not_finite(dtype: str, stored_rows: Bytes) -> float | None:
     if dtype == "mxfp4_e8m0":
         largest = int(blocks[:, 0].max(initial=0))
         return None if largest <= MOST_EXPONENT else float("nan" if largest == 255 else "inf")
-    if dtype in GROUP_TYPES:
+    if dtype in NVFP4_TYPES:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            scales = _nvfp4_scales(blocks)
+            return next(iter(scales[~np.isfinite(scales * MOST_E2M1)].tolist()), None)
+    if dtype in INTEGER_GROUP_TYPES:
         scales = _float_scales(blocks) if dtype == OFFSET_GROUP else _group_scales(blocks)
         largest_code = np.float32(255 if dtype == OFFSET_GROUP else 128)
         with np.errstate(over="ignore"):
             return next(iter(scales[~np.isfinite(scales * largest_code)].tolist()), None)
+    if dtype == "iq1_m":
+        scales = small_blocks.read_scattered_half(blocks)
+        return next(iter(scales[~np.isfinite(scales)].tolist()), None)
     for offset in SCALES[dtype]:
         # An exponent of float16 whose bits are all set means NaN or infinity.
         damage = blocks[blocks[:, offset + 1] & 0x7C == 0x7C]
         if len(damage):
-            return float(_half(damage, offset)[0, 0])
+            return float(read_half(damage, offset)[0, 0])
     return None
 
 

@@ -117,7 +117,7 @@ def _find_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> list[Mat
     if scheme is None or isinstance(scheme, Gguf):
         return []
     shapes = (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width))
-    for kind in ("F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
+    for kind in ("U8", "F8_E4M3", "I8"):  # the types that tell a scheme that a matrix is quantised
         matrices = [
             scheme.find(f"experts.0.{word}_proj", rows, columns, _kinds(kind))
             for word, rows, columns in shapes
@@ -128,7 +128,7 @@ def _find_by_config(raw: Mapping[str, Any], hidden: int, width: int) -> list[Mat
 
 
 def _kinds(kind: str) -> Kinds:
-    return lambda name: kind if name.endswith(".weight") else "any"
+    return lambda name: kind if name.endswith((".weight", ".weight_packed")) else "any"
 
 
 class CountingClaims(Claims):

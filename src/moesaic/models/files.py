@@ -12,7 +12,8 @@ from moesaic.config.environment import cache_folder
 from moesaic.core.errors import CheckpointError, ConfigError, RequestError
 from moesaic.core.home import expand_home
 from moesaic.core.request import SamplingParams
-from moesaic.core.text_config import read_text_config
+from moesaic.core.text_config import TEXT, read_text_config
+from moesaic.core.weight_types import is_unquantized
 from moesaic.models import hub, overrides
 from moesaic.models.gguf.header import SPLIT, SUFFIX
 from moesaic.models.gguf.header import is_gguf as is_gguf
@@ -26,12 +27,16 @@ WEIGHTS = (".safetensors", SUFFIX)
 """How names of files with weights end."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
+"""The file in which older versions of ModelOpt say how a checkpoint is quantised."""
 PICKLES = (".bin", ".pt", ".pth")
 """How names of files with pickled weights end."""
 CONFIG_BYTES = 4 << 20
 """Largest config file that is read. Real ones have a few kilobytes."""
 INDEX_BYTES = 64 << 20
 """Largest index of tensors that is read. Those of the largest models have about 10 MB."""
+SMALL_FILES = {INDEX: INDEX_BYTES, MODELOPT_FILE: CONFIG_BYTES}
+"""Files beside config.json that are read before weights are downloaded -> most bytes that are read."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024
 """Git LFS keeps its pointers smaller than this."""
@@ -123,7 +128,16 @@ def model_files(path: Path) -> list[Path]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json of the model at `path` says, or would say for a GGUF file."""
-    return GgufModel(path).config if is_gguf(path) else read_json(path / "config.json")
+    return GgufModel(path).config if is_gguf(path) else _read_config_file(path / "config.json")
+
+
+def _read_config_file(file: Path) -> dict[str, Any]:
+    """A config.json, with what older versions of ModelOpt say in a file beside it."""
+    raw, quantizer_file = read_json(file), file.parent / MODELOPT_FILE
+    configs = [config for config in (raw, raw.get(TEXT)) if isinstance(config, dict)]
+    if file.name != "config.json" or not quantizer_file.is_file() or not all(map(is_unquantized, configs)):
+        return raw
+    return raw | {"quantization_config": {"quant_method": "modelopt"} | read_json(quantizer_file)}
 
 
 def _check_directory(path: Path, problem: str) -> Path:
@@ -168,7 +182,7 @@ class FoundModel:
 
     def read(self) -> dict[str, Any]:
         """Reads what config.json of the model says, or would say for a GGUF file."""
-        return read_config(self.config) if is_gguf(self.config) else read_json(self.config)
+        return read_config(self.config) if is_gguf(self.config) else _read_config_file(self.config)
 
     @property
     def parent(self) -> Path:
@@ -224,7 +238,7 @@ def _find(model: str, folder: Path, revision: str | None) -> FoundModel:
     gguf = hub.only_gguf(model, revision, MODEL)
     if gguf is not None:
         return _gguf_on_hub(gguf, revision, folder)
-    files = hub.small_files(model, revision, folder, (INDEX, INDEX_BYTES), MODEL)
+    files = hub.small_files(model, revision, folder, SMALL_FILES, MODEL)
     return FoundModel(folder / "config.json", files=files, name=model)
 
 

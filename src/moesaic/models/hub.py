@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -84,11 +84,11 @@ def download_gguf(file: HubFile, revision: str | None, allowed_names: str) -> Pa
 
 
 def small_files(
-    model: str, revision: str | None, folder: Path, index: tuple[str, int], allowed_names: str
+    model: str, revision: str | None, folder: Path, more_files: Mapping[str, int], allowed_names: str
 ) -> dict[str, int]:
-    """Downloads config.json and the index of tensors into `folder`.
+    """Downloads config.json and the files beside it into `folder`.
 
-    index: name of that index, and most bytes of it that are read. Returns the bytes of each file that a
+    more_files: names of those files -> most bytes of one that are read. Returns the bytes of each file that a
     download would bring.
     """
     from huggingface_hub import HfApi, hf_hub_download
@@ -99,9 +99,9 @@ def small_files(
         tree = HfApi().list_repo_tree(model, revision=revision)
         sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
         files = {name: size for name, size in sizes.items() if _is_downloaded(name)}
-        name, max_bytes = index
-        if files.get(name, max_bytes + 1) <= max_bytes:
-            hf_hub_download(model, name, revision=revision, local_dir=folder)
+        for name, max_bytes in more_files.items():
+            if files.get(name, max_bytes + 1) <= max_bytes:
+                hf_hub_download(model, name, revision=revision, local_dir=folder)
     return files
 
 

@@ -224,11 +224,6 @@ def describe_unused(raw: dict[str, Any], names: Collection[str]) -> list[str]:
     return quantization.describe_unused(raw, names)
 
 
-def describe_quantizer(names: Collection[str], raw: dict[str, Any]) -> str | None:
-    """Says which program quantised a checkpoint if only one of its files, by these names, tells it."""
-    return quantization.describe_quantizer(names, raw)
-
-
 def stored_type(raw: dict[str, Any], path: Path, checkpoint: Checkpoint) -> str:
     """Type in which the routed experts of a checkpoint are stored, or all matrices if there are none.
 

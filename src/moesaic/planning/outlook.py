@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moesaic.config import ModelConfig, WorkerConfig
-from moesaic.core.weight_types import BLOCK_TYPES, GROUP_TYPES, NATIVE_DTYPES
+from moesaic.core.weight_types import BLOCK_TYPES, INTEGER_GROUP_TYPES, NATIVE_DTYPES
 from moesaic.cost.hardware import Hardware
 from moesaic.cost.sizes import ModelSizes
 from moesaic.planning.plan import NEAR_SHARE, OVER_DISK
@@ -61,7 +61,7 @@ def choose_groups(model: ModelSizes, bits: int) -> str | None:
     """The type of integers of 4 or 8 bits in which other versions of a model are published: in groups of 128
     numbers, or the widest that its experts' rows are multiples of. None: no groups fit."""
     numbers = math.gcd(model.hidden, model.expert_width)
-    types = (name for name in GROUP_TYPES if name.startswith(f"int{bits}_g"))
+    types = (name for name in INTEGER_GROUP_TYPES if name.startswith(f"int{bits}_g"))
     return next((name for name in types if numbers % BLOCK_TYPES[name].numbers == 0), None)
 
 

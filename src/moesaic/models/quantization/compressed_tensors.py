@@ -1,8 +1,9 @@
-"""compressed-tensors (llm-compressor): int4 and int8 in words of 32 bits, int8, and FP8."""
+"""compressed-tensors (llm-compressor): int4 and int8 in words of 32 bits, int8, FP8, NVFP4 and MXFP4."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,15 +12,17 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.weight_types import GROUP_TYPES, QUANTIZATIONS
+from moesaic.core.weight_types import INTEGER_GROUP_TYPES, QUANTIZATIONS
 from moesaic.kernels.blocks import pack_groups
 from moesaic.models.config import Fields, shorten
 from moesaic.models.quantization.fp8 import Fp8, block_of
+from moesaic.models.quantization.nvfp4 import GROUP, Nvfp4, PackedMxfp4
 from moesaic.models.quantization.scheme import (
     FLOATS,
     Bytes,
     CodedMatrix,
     Floats,
+    Groups,
     Kinds,
     Matrix,
     Part,
@@ -33,7 +36,19 @@ MIDDLE = 8
 """The code of 4 bits that stands for zero in symmetric groups."""
 SIGN = np.uint8(0x80)
 """The bit that turns codes of int8 to those of uint8, 128 higher."""
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)
+FLOATS_OF_4_BITS: Mapping[tuple[Any, int], Scheme] = {
+    ("tensor_group", GROUP): Nvfp4("weight_packed", "weight_global_scale", divides=True),
+    ("group", 32): PackedMxfp4("weight_packed"),
+}
+"""Strategy and size of a group -> NVFP4 or MXFP4."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +118,10 @@ class PackedIntegers:
         shape: npt.NDArray[np.int64],
         zeros: npt.NDArray[np.int32] | None = None,
     ) -> CodedMatrix | Bytes:
-        """The blocks if `dtype` is of GROUP_TYPES, else the codes, scales and offsets."""
+        """The blocks if `dtype` is of INTEGER_GROUP_TYPES, else the codes, scales and offsets."""
         _check_shape(shape, rows, columns)
         zero_points = None if zeros is None else self._unpack_zeros(zeros, rows)
-        if dtype in GROUP_TYPES:
+        if dtype in INTEGER_GROUP_TYPES:
             packed_codes: Bytes = np.ascontiguousarray(words, dtype="<i4").view(np.uint8)
             if zero_points is None and self.bits == 8:
                 return pack_groups(dtype, packed_codes ^ SIGN, scales)
@@ -171,17 +186,6 @@ class PlainIntegers:
         return CodedMatrix(code_bytes ^ SIGN, scales, -(scales * (zeros.astype(np.float32) + 128)))
 
 
-@dataclass(frozen=True)
-class Groups:
-    """Several schemes in one checkpoint. The tensors of a matrix say which one it has."""
-
-    schemes: tuple[Scheme, ...]
-
-    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
-        matrices = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
-        return next((matrix for matrix in matrices if matrix is not None), None)
-
-
 def parse(fields: Fields) -> Scheme:
     """Reads quantization_config with quant_method "compressed-tensors".
 
@@ -243,7 +247,7 @@ def _scheme(group: Fields, form: Any) -> Scheme:
         raise CheckpointError("config.json: quantization_config.config_groups: weights is missing")
     bits, kind = weights.integer("num_bits"), weights.raw("type", "int")
     strategy = weights.raw("strategy", None)
-    size = weights.integer("group_size") if strategy == "group" else -1
+    size = weights.integer("group_size") if strategy in ("group", "tensor_group") else -1
     symmetric, block = weights.flag("symmetric", True), weights.raw("block_structure", None)
     weights.require_value("dynamic", False)
     weights.require_value("actorder", None, "static", "weight", "group")
@@ -252,13 +256,16 @@ def _scheme(group: Fields, form: Any) -> Scheme:
     weights.refuse_unread()
     if kind == "float" and bits == 8 and symmetric and strategy in ("tensor", "channel", "block"):
         return Fp8(_block(block)) if strategy == "block" else Fp8(None)
+    if kind == "float" and bits == 4 and symmetric and (strategy, size) in FLOATS_OF_4_BITS:
+        return FLOATS_OF_4_BITS[strategy, size]
     if kind != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
         got = f"{bits} bits of {shorten(repr(kind))} by {shorten(repr(strategy))}"
         raise CheckpointError(
             f"config.json: quantization_config: got {got}; allowed: int of 4 or 8 bits by group or channel, "
-            "symmetric float of 8 bits by tensor, channel or block"
+            "symmetric float of 8 bits by tensor, channel or block, or of 4 bits by tensor_group of 16 "
+            "(NVFP4) or group of 32 (MXFP4)"
         )
-    if form not in FORMATS[1:]:
+    if form not in FORMATS[1:4]:
         return PackedIntegers(bits, size, symmetric, in_order or strategy != "group")
     if not in_order:
         raise CheckpointError(

@@ -42,10 +42,10 @@ class Mxfp4:
             Part(f"{prefix}.{tensor}_blocks", ("U8",), (*shape, 16), index),
             Part(f"{prefix}.{tensor}_scales", ("U8",), shape, index),
         )
-        return Matrix(name, rows, columns, "mxfp4_e8m0", parts, _make)
+        return Matrix(name, rows, columns, "mxfp4_e8m0", parts, pack_blocks)
 
 
-def _make(packed_codes: Bytes, exponents: Bytes) -> Bytes:
+def pack_blocks(packed_codes: Bytes, exponents: Bytes) -> Bytes:
     """The blocks. packed_codes: [rows, groups, 16] with the even number of two in a byte's low half, where
     blocks have the first 16 numbers of a group. exponents: [rows, groups]."""
     even_codes, odd_codes = packed_codes & np.uint8(15), packed_codes >> np.uint8(4)

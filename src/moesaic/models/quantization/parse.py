@@ -5,6 +5,7 @@ Question: How is a quantised matrix read, and how is a format added?
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from moesaic.models.files import read_config
 from moesaic.models.gguf import scheme as gguf
 from moesaic.models.gguf.header import is_gguf
 from moesaic.models.gguf.model import METHOD as GGUF
-from moesaic.models.quantization import compressed_tensors, fp8, gptq, mxfp4
+from moesaic.models.quantization import compressed_tensors, fp8, gptq, modelopt, mxfp4, quark
 from moesaic.models.quantization.scheme import Kinds, Matrix, Scheme
 
 METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
@@ -28,19 +29,17 @@ METHODS: Mapping[str, Callable[[Fields], Scheme]] = {
     "fp8": fp8.parse,
     "gptq": gptq.parse_gptq,
     "mxfp4": mxfp4.parse,
+    "quark": quark.parse,
 }
 """quant_method -> what reads the rest of quantization_config."""
-STATIC_SCALES = r".*\.input_(scale|zero_point)"
+STATIC_SCALES = r".*\.input_(global_scale|scale|zero_point)"
 """Names of static scales of activations."""
 CACHE_SCALES = r".*\.(self_attn|attn|attention)\.(\w+\.)?((q|k|v|kv|prob)_(scale|zero_point)|output_scale)"
 """Names of scales of an FP8 KV cache. Some programs name them after a projection."""
-MODELOPT = "modelopt"
-MODELOPT_FILE = "hf_quant_config.json"
-"""The file in which older versions of ModelOpt say how a checkpoint is quantised."""
 OTHER_FORMATS = "allowed: the model itself, or its version in FP8, GPTQ, AWQ, compressed-tensors or GGUF"
-PLAIN_KEYS = ("ignore", "ignored_layers", "modules_to_not_convert")
+PLAIN_KEYS = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "exclude")
 """Keys of a quantization_config with names of modules that are not quantised."""
-CACHE_KEY = "kv_cache_scheme"
+CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 SKIP_REASONS: Mapping[str, str] = {
     STATIC_SCALES: "the scales of activations (input_scale) are not used: activations are not quantised",
     CACHE_SCALES: "the scales of an FP8 KV cache (k_scale, v_scale) are not used: --kv-cache-dtype says what "
@@ -67,16 +66,10 @@ def parse(raw: Mapping[str, Any]) -> Scheme | None:
     method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
     if method == GGUF and isinstance(quantization, dict):
         return gguf.parse(Fields(quantization, "quantization_config."))
-    settings = quantization
-    if isinstance(quantization, dict) and isinstance(quantization.get("quantization"), dict):
-        settings = quantization["quantization"]
-    if isinstance(settings, dict) and (str(method).startswith(MODELOPT) or "quant_algo" in settings):
-        algorithm = shorten(repr(settings.get("quant_algo", method)))
-        raise CheckpointError(
-            f"config.json: quantization_config: this is a ModelOpt checkpoint ({algorithm}); {OTHER_FORMATS}"
-        )
+    if (settings := modelopt.read_settings(quantization)) is not None:
+        return modelopt.parse(settings)
     if not isinstance(quantization, dict) or not isinstance(method, str) or method not in METHODS:
-        allowed_methods = ", ".join([*METHODS, QUANT_METHOD])
+        allowed_methods = ", ".join([*METHODS, modelopt.NAME, QUANT_METHOD])
         raise CheckpointError(
             f"config.json: quantization_config: got quant_method {shorten(repr(method))}; "
             f"allowed: {allowed_methods}"
@@ -106,10 +99,15 @@ def find_skipped_patterns(raw: Mapping[str, Any]) -> tuple[str, ...]:
         if isinstance(groups, dict)
         else []
     )
-    is_static = any(
-        isinstance(settings, dict) and settings.get("dynamic") is False for settings in input_settings
-    ) or (method == "fp8" and quantization.get("activation_scheme") == "static")
-    has_cache_scales = method in ("fp8", "compressed-tensors")
+    dynamics = [settings.get("dynamic") for settings in input_settings if isinstance(settings, dict)]
+    is_modelopt = modelopt.read_settings(quantization) is not None
+    # NVFP4's scales of groups are computed from the activations ("local"), and that of a matrix is stored.
+    is_static = (
+        any(dynamic is False or dynamic == "local" for dynamic in dynamics)
+        or (method == "fp8" and quantization.get("activation_scheme") == "static")
+        or (is_modelopt and quantization.get("quant_algo") != modelopt.WITHOUT_ACTIVATIONS)
+    )
+    has_cache_scales = is_modelopt or method in ("fp8", "compressed-tensors")
     return (*([STATIC_SCALES] if is_static else []), *([CACHE_SCALES] if has_cache_scales else []))
 
 
@@ -118,7 +116,7 @@ def describe_unused(raw: Mapping[str, Any], names: Collection[str]) -> list[str]
 
     raw: its parsed config.json. names: those of its tensors; empty if they are not known.
     """
-    is_cache_named = bool(_find_quantization(raw).get(CACHE_KEY))
+    is_cache_named = any(_find_quantization(raw).get(key) for key in CACHE_KEYS)
     return [
         SKIP_REASONS[pattern]
         for pattern in find_skipped_patterns(raw)
@@ -132,7 +130,8 @@ def _find_quantization(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = raw.get(TEXT)
     raw = inner if "quantization_config" not in raw and isinstance(inner, dict) else raw
     quantization = raw.get("quantization_config")
-    return quantization if isinstance(quantization, dict) else {}
+    settings = modelopt.read_settings(quantization)
+    return settings or (quantization if isinstance(quantization, dict) else {})
 
 
 def is_left_plain(raw: Mapping[str, Any], module: str) -> bool:
@@ -146,11 +145,16 @@ def is_left_plain(raw: Mapping[str, Any], module: str) -> bool:
 
 
 def _is_named(module: str, name: str) -> bool:
-    """Whether a name, a part of a name between dots, or a pattern behind "re:" means a module.
+    """Whether a name, a part of a name between dots, one with asterisks, or a pattern behind "re:" means a
+    module.
 
     >>> [_is_named("model.layers.0.self_attn.o_proj", x) for x in ("self_attn", "attn", "re:.*self_attn.*")]
     [True, False, True]
+    >>> _is_named("model.layers.0.self_attn.o_proj", "language_model.model.layers.0.self_attn*")
+    True
     """
+    if "*" in name and not name.startswith("re:"):
+        return fnmatch.fnmatchcase(module, name.replace("language_model.", ""))
     if not name.startswith("re:"):
         return f".{name.strip('.')}." in f".{module}."
     try:
@@ -168,20 +172,7 @@ def read_skipped_patterns(path: Path) -> tuple[str, ...]:
 def scheme_of(path: Path) -> Scheme | None:
     """The scheme of the checkpoint at `path`. A directory without config.json has none."""
     has_config = is_gguf(path) or (path / "config.json").is_file()
-    if not has_config:
-        return None
-    raw = read_config(path)
-    names = [file.name for file in path.glob(MODELOPT_FILE)]
-    if (problem := describe_quantizer(names, raw)) is not None:
-        raise CheckpointError(f"{path}: {problem}")
-    return parse(raw)
-
-
-def describe_quantizer(names: Collection[str], raw: Mapping[str, Any]) -> str | None:
-    """Says which program quantised a checkpoint if only one of its files, by these names, tells it."""
-    if MODELOPT_FILE in names and is_unquantized(raw):
-        return f"{MODELOPT_FILE}: this is a ModelOpt checkpoint; {OTHER_FORMATS}"
-    return None
+    return parse(read_config(path)) if has_config else None
 
 
 def find(scheme: Scheme | None, name: str, shape: Sequence[int], kinds: Kinds) -> Matrix | None:

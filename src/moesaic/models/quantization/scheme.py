@@ -286,6 +286,17 @@ class Scheme(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Several schemes in one checkpoint. The tensors of a matrix say which one it has."""
+
+    schemes: tuple[Scheme, ...]
+
+    def find(self, name: str, rows: int, columns: int, kinds: Kinds) -> Matrix | None:
+        matrices = (scheme.find(name, rows, columns, kinds) for scheme in self.schemes)
+        return next((matrix for matrix in matrices if matrix is not None), None)
+
+
 def groups_of(name: str, columns: int, size: int, unit: int) -> int:
     """Number of groups of `size` numbers in a row. -1: one group.
 

@@ -20,7 +20,8 @@ import torch
 from moesaic.core.weight_types import (
     BLOCK_TYPES,
     COMPRESSED_DTYPE,
-    GROUP_TYPES,
+    INTEGER_GROUP_TYPES,
+    NVFP4_TYPES,
     QUANTIZATIONS,
     is_packed,
     row_bytes,
@@ -29,6 +30,7 @@ from moesaic.core.weight_types import (
 from moesaic.kernels.blocks import OFFSET_GROUP, SCALES
 from moesaic.kernels.compressed_layout import compress
 from moesaic.kernels.quantized_layout import pack
+from moesaic.kernels.small_blocks import write_scattered_half
 from moesaic.kernels.table import Kernels
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.planning.hardware.timing import Show, Stopwatch
@@ -286,16 +288,23 @@ def _random_blocks(kind: str, shape: tuple[int, int]) -> torch.Tensor:
     rows, columns = shape
     stored_rows = torch.randint(256, (rows, row_bytes(kind, columns)), dtype=torch.uint8)
     blocks = stored_rows.view(-1, BLOCK_TYPES[kind].size)
-    if kind == OFFSET_GROUP:
+    if kind == OFFSET_GROUP or kind in NVFP4_TYPES:
         scales = random((len(blocks), 1), torch.float32, "cpu").view(torch.uint8)
-        blocks[:, 1 : 1 + scales.shape[1]] = scales
+        blocks[:, 1:5] = scales
+        if kind in NVFP4_TYPES:  # then scales in E4M3 that are no NaN
+            blocks[:, :4] = scales
+            blocks[:, 4:] &= 0x77
         return stored_rows
     if kind not in SCALES:  # an exponent of one byte, with 127 for 1
         blocks[:, 0] = 122
         return stored_rows
-    if kind in GROUP_TYPES:  # a zero point of 8, and a scale in float16
+    if kind in INTEGER_GROUP_TYPES:  # a zero point of 8, and a scale in float16
         blocks[:, 0] = 8
-    scales = random((len(blocks), len(SCALES[kind])), torch.float32, "cpu").half().view(torch.uint8)
+    halves = random((len(blocks), len(SCALES[kind])), torch.float32, "cpu").half()
+    if kind == "iq1_m":
+        write_scattered_half(blocks.numpy(), halves.numpy())
+        return stored_rows
+    scales = halves.view(torch.uint8)
     for index, offset in enumerate(SCALES[kind]):
         blocks[:, offset : offset + 2] = scales[:, 2 * index : 2 * index + 2]
     return stored_rows

@@ -380,9 +380,15 @@ struct Int8OffsetBy128 : Blocks<Int8Offset, 128, 133> {
     }
 };
 
+}  // namespace MOESAIC_ISA
+#include "small_blocks.h"
+namespace MOESAIC_ISA {
+
 #define MOESAIC_BLOCKS(use)                                                                                           \
     use(Q8_0) use(Q4_0) use(Q4_1) use(Q5_0) use(Q5_1) use(Q2_K) use(Q3_K) use(Q4_K) use(Q5_K) use(Q6_K) use(Iq4Nl)    \
-    use(Iq4Xs) use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128) use(Int8OffsetBy128)
+    use(Iq4Xs) use(Iq1S) use(Iq1M) use(Iq2Xxs) use(Iq2Xs) use(Iq2S) use(Iq3Xxs) use(Iq3S) use(Tq1_0) use(Tq2_0)       \
+    use(Mxfp4Blocks) use(Int4By128) use(Int4By64) use(Int4By32) use(Int8By128) use(Int8OffsetBy128)        \
+    use(Nvfp4By128) use(Nvfp4By64)
 
 #define MOESAIC_IS_BLOCKS(T)               \
     template <>                            \

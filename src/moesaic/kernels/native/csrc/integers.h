@@ -421,7 +421,8 @@ inline void multiply(const float* const* rows, int64_t n, const T* weights, int6
                 blocks = static_cast<const Blocks*>(rest), columns -= whole, out += whole;
             }
         }
-        multiply_panels<As, Blocks>(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
+        using Source = std::conditional_t<StoredIntegers<Blocks>::kIsDefined, Blocks, As>;  // one function for the others
+        multiply_panels<As, Source>(rows, n, Columns<As>::of_blocks(blocks, ld), columns, k, out, stride, then);
     } else {
         multiply_panels(rows, n, Columns<T>(weights, ld), columns, k, out, stride, then);
     }

@@ -12,10 +12,11 @@ namespace moesaic {
 enum class Stored {
     kNarrow, kWide, kCompressed,
     kFp8, kInt8, kInt8Offset, kInt4, kInt4Offset, kMxfp4, kInt8Of16, kInt8Of16Offset,
-    kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs, kMxfp4Blocks,
-    kInt4By128, kInt4By64, kInt4By32, kInt8By128, kInt8OffsetBy128,
+    kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIq4Nl, kIq4Xs,
+    kIq1S, kIq1M, kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S, kTq1_0, kTq2_0, kMxfp4Blocks,
+    kInt4By128, kInt4By64, kInt4By32, kInt8By128, kInt8OffsetBy128, kNvfp4By128, kNvfp4By64,
 };
-constexpr Stored kLastStored = Stored::kInt8OffsetBy128;
+constexpr Stored kLastStored = Stored::kNvfp4By64;
 
 inline bool is_quantized(Stored stored) { return stored >= Stored::kFp8; }
 // Whether a number is an integer times a scale, plus an offset perhaps: core/weight_types.py says so too.
