@@ -37,6 +37,7 @@ FAMILIES = {
     "solar": torch.bfloat16,
     "internvl-qwen3": torch.bfloat16,
     "glm4v": torch.float32,
+    "qwen3-vl": torch.bfloat16,
     "ernie": torch.bfloat16,
     "granite": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,

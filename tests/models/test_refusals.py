@@ -53,7 +53,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for kind, make in makers.items()
     }
     kimi = shutil.copytree(found["deepseek_v3"], tmp_path_factory.mktemp("kimi") / "k2")
-    return found | {"kimi_k2": tiny_models.edit(kimi, model_type="kimi_k2")}
+    found["kimi_k2"] = tiny_models.edit(kimi, model_type="kimi_k2")
+    text = shutil.copytree(found["qwen3_moe"], tmp_path_factory.mktemp("qwen3") / "vl")
+    return found | {"qwen3_vl_moe_text": tiny_models.edit(text, model_type="qwen3_vl_moe_text")}
 
 
 @pytest.fixture

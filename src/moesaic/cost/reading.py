@@ -303,6 +303,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen,
     "qwen3_moe": _qwen,
+    "qwen3_vl_moe_text": _qwen,
     "qwen3_next": _qwen_next,
     "qwen3_5_moe_text": _qwen_next,
     "deepseek_v2": _deepseek,

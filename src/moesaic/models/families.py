@@ -78,5 +78,6 @@ MODELS: Mapping[str, ModelFile] = {
     "qwen3_5_moe_text": qwen3_next,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen3_vl_moe_text": qwen3_moe,
     "solar_open": solar_open,
 }

@@ -15,6 +15,7 @@ from moesaic.core.experts import (
     BIASED_ROWS,
     COLUMNS,
     DOWN_COLUMNS,
+    HALF_COLUMNS,
     ROWS,
     SILU,
     Activation,
@@ -339,14 +340,16 @@ class ExpertNames:
     up_name: str = "up_proj"
     down_name: str = "down_proj"
     form: str = ROWS
-    """How the files have an expert, as `ExpertLayout.form` says. In COLUMNS the names are those of
-    `core.experts.column_tensors`, and in DOWN_COLUMNS they have no ".weight"."""
+    """How the files have an expert, as `ExpertLayout.form` says. In COLUMNS and HALF_COLUMNS the names are
+    those of `core.experts.column_tensors`, and in DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
     def list_tensors(self, expert: int) -> tuple[NamedShape, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
+        if self.form == HALF_COLUMNS:
+            return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[:2]
         if self.form == DOWN_COLUMNS:
             words = self.gate_name, self.up_name, self.down_name
             return tuple((f"{self.prefix}.{expert}.{word}", self.width, self.hidden) for word in words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from moesaic.core.experts import ROWS
 from moesaic.kernels.gating import Gating
 from moesaic.models.block import Attention, DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
@@ -65,6 +66,8 @@ class Names:
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projection."""
+    form: str = ROWS
+    """How the files have an expert, as `ExpertLayout.form` says."""
 
 
 @dataclass(frozen=True)
@@ -178,9 +181,8 @@ def layers_by_type(fields: Fields) -> tuple[int, ...]:
 def expert_names(config: Config, layer: int) -> ExpertNames:
     """Returns the tensor names of a layer's routed experts."""
     prefix = f"model.layers.{layer}.{config.names.experts}"
-    return ExpertNames(
-        prefix, config.hidden_size, config.expert_width, config.num_experts, *config.names.words
-    )
+    names, sizes = config.names, (config.hidden_size, config.expert_width, config.num_experts)
+    return ExpertNames(prefix, *sizes, *names.words, form=names.form)
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
