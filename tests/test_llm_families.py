@@ -40,6 +40,7 @@ FAMILIES = {
     "qwen3-vl": torch.bfloat16,
     "ernie": torch.bfloat16,
     "granite": torch.bfloat16,
+    "granite-shared": torch.bfloat16,
     "hy3-layers-bias-shared-yarn": torch.bfloat16,
     "gpt-oss": torch.bfloat16,
     "dbrx": torch.bfloat16,

@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {},
 }
 """Families whose published config is not here or not quantised so -> the options of their tiny model."""
-UNREAD = ("dbrx", "granitemoe", "gpt_oss")
+UNREAD = ("dbrx", "granitemoe", "granitemoeshared", "gpt_oss")
 """Families whose files have an expert's matrices in other forms than these formats quantise."""
 FAMILIES = sorted((MODELS.keys() | WRAPPERS.keys()) - set(UNREAD))
 PAIRS = [(family, column) for family in FAMILIES for column in COLUMNS]

@@ -409,6 +409,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             rms_norm_eps=0.1, embedding_multiplier=1.7, logits_scaling=0.5, attention_multiplier=0.4,
         ),
     ),
+    "granite-shared": ("granitemoeshared", granite(shared_intermediate_size=36)),
+    "granite-shared-bias-odd-heads-yarn": (
+        "granitemoeshared",
+        granite(
+            attention_bias=True, num_attention_heads=5, num_key_value_heads=1, hidden_size=60,
+            rope_parameters=YARN, shared_intermediate_size=7, residual_multiplier=1.7,
+            attention_multiplier=0.4, embedding_multiplier=1.7, logits_scaling=0.5,
+        ),
+    ),
     "hy3": ("hy_v3", hy3()),
     "hy3-layers-bias-shared-yarn": (
         "hy_v3",

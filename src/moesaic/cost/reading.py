@@ -64,6 +64,10 @@ def _mixtral(raw: Raw, name: str) -> ModelSizes:
     )
 
 
+def _granite_shared(raw: Raw, name: str) -> ModelSizes:
+    return replace(_mixtral(raw, name), shared_width=_integer(raw, "shared_intermediate_size", 0, minimum=0))
+
+
 def _qwen(raw: Raw, name: str) -> ModelSizes:
     layers = _integer(raw, "num_hidden_layers", maximum=LAYERS)
     dense, every = _dense_layers(raw, layers), _integer(raw, "decoder_sparse_step", 1)
@@ -315,6 +319,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "solar_open": _solar,
     "hy_v3": _hy3,
     "granitemoe": _mixtral,
+    "granitemoeshared": _granite_shared,
     "ernie4_5_moe": _ernie,
     "gpt_oss": _gpt_oss,
     "dbrx": _dbrx,

@@ -67,6 +67,7 @@ MODELS: Mapping[str, ModelFile] = {
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "granitemoe": granitemoe,
+    "granitemoeshared": granitemoe,
     "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
     "lfm2_moe": lfm2_moe,

@@ -96,6 +96,8 @@ class Config:
     multipliers: Multipliers = NO_MULTIPLIERS
     local_rope: RopeConfig | None = None
     """The angles of layers with a window. None: they have those of `rope`."""
+    fused_shared_width: int = 0
+    """Width of a shared expert whose gate and up are one tensor (Granite); 0: there is none."""
     has_biases: bool = False
     """Whether dense MLPs, shared experts and the LM head have biases. Routed experts have none."""
 
@@ -242,6 +244,8 @@ def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP 
     load = loader.mlp_with_biases if config.has_biases else loader.mlp
     if not sparse:
         return load(f"{name}.mlp", config.hidden_size, config.dense_width)
+    if config.fused_shared_width:
+        return loader.fused_mlp(f"{name}.shared_mlp", config.hidden_size, config.fused_shared_width)
     if not config.shared_experts:
         return None
     shared_name = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")
