@@ -34,6 +34,7 @@ SOURCES = {
     "mxfp4": test_quantized.CASES["gpt-oss"],
     "columns": model_configs.CASES["gpt-oss"],
     "down in columns": model_configs.CASES["dbrx"],
+    "halves in columns": model_configs.CASES["qwen3-vl"],
 }
 FORMS = (*test_quantized.FORMATS, "gguf", "compressed", "columns", "down in columns")
 GGUF = {"blk.2.ffn_down": "Q8_0", "blk.2.": "Q4_1"}

@@ -36,6 +36,7 @@ CASES = (
     "hy3",
     "ernie",
     "granite",
+    "granite-shared",
     "internvl-qwen3",
     "qwen3.5",
 )

@@ -36,6 +36,7 @@ FAMILIES = {
     "normalise dense shared",
     "gpt_oss": "query_bias key_bias value_bias out_bias sinks sliding_window correction normalise",
     "granitemoe": "query_bias key_bias value_bias out_bias normalise",
+    "granitemoeshared": "query_bias key_bias value_bias out_bias normalise shared",
     "hy_v3": "query_norm key_norm query_bias key_bias value_bias out_bias scale sigmoid correction "
     "normalise dense shared",
     "lfm2_moe": "query_norm key_norm taps scale sigmoid correction normalise dense",

@@ -38,8 +38,9 @@ RANGE = re.compile(r"(\d+)-(\d+)")
 FILES = {file.stem.replace("--", "/"): file for file in sorted(FOLDER.glob("*.json"))}
 NVFP4 = {name for name in FILES if name.endswith("NVFP4")}
 """Checkpoints in NVFP4, of ModelOpt and of compressed-tensors. Most are versions of models above."""
-NOT_HERE = {"internvl", "qwen3_5_moe_text"}
-"""Of these no whole published config is known: InternVL with experts, and Qwen3.5 without images."""
+NOT_HERE = {"granitemoeshared", "internvl", "qwen3_5_moe_text", "qwen3_vl_moe_text"}
+"""Of these no whole published config is known: Granite with a shared expert, InternVL with experts, and
+Qwen3.5 and Qwen3-VL without images."""
 BY_HAND: dict[str, dict[str, Any]] = {"QuantTrio/MiniMax-M2-AWQ": {"model_type": "minimax_m2"}}
 """Models that are read with --hf-overrides, and its value: this one is called `mixtral`."""
 FAST = ("MiniMaxAI/MiniMax-M2.7", "moonshotai/Kimi-K2.5", "zai-org/GLM-4.5V")

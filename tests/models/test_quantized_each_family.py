@@ -31,11 +31,11 @@ COLUMNS = {
 """Columns of the table -> names in quantizers.FORMATS."""
 WIDE: dict[str, int] = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
 OTHERS: dict[str, dict[str, Any]] = {
-    "internvl": model_configs.qwen3(**WIDE),
+    **dict.fromkeys(("internvl", "qwen3_vl_moe", "qwen3_vl_moe_text"), model_configs.qwen3(**WIDE)),
     "qwen3_5_moe_text": {},
 }
-"""Families without a whole published config here -> the options of their tiny model."""
-UNREAD = ("dbrx", "granitemoe", "gpt_oss")
+"""Families whose published config is not here or not quantised so -> the options of their tiny model."""
+UNREAD = ("dbrx", "granitemoe", "granitemoeshared", "gpt_oss")
 """Families whose files have an expert's matrices in other forms than these formats quantise."""
 FAMILIES = sorted((MODELS.keys() | WRAPPERS.keys()) - set(UNREAD))
 PAIRS = [(family, column) for family in FAMILIES for column in COLUMNS]
@@ -52,10 +52,11 @@ def find_published(family: str) -> dict[str, Any]:
 def write(family: str, path: Path) -> tuple[Any, Path]:
     """Writes a tiny checkpoint of a family. Returns transformers' model over it, and its directory."""
     if family in OTHERS and family != "qwen3_5_moe_text":
-        kind = {"internvl": "qwen3_moe"}.get(family, family)
-        model = tiny_models.build(kind, OTHERS[family])
+        model = tiny_models.build("qwen3_moe", OTHERS[family])
         tiny_models.save(model, path, torch.float32)
-        if family == "internvl":
+        if "qwen3_vl" in family:  # quantised ones have experts one by one, as those of Qwen3-MoE
+            tiny_models.edit(path, model_type="qwen3_vl_moe_text")
+        if family in WRAPPERS:
             text = json.loads((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps({"model_type": family, "text_config": text}))
     else:

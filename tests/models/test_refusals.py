@@ -33,6 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dots1": model_configs.dots,
         "ernie4_5_moe": model_configs.ernie,
         "granitemoe": model_configs.granite,
+        "granitemoeshared": model_configs.granite,
         "exaone_moe": model_configs.exaone,
         "hy_v3": model_configs.hy3,
         "mellum": model_configs.mellum,
@@ -53,7 +54,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for kind, make in makers.items()
     }
     kimi = shutil.copytree(found["deepseek_v3"], tmp_path_factory.mktemp("kimi") / "k2")
-    return found | {"kimi_k2": tiny_models.edit(kimi, model_type="kimi_k2")}
+    found["kimi_k2"] = tiny_models.edit(kimi, model_type="kimi_k2")
+    text = shutil.copytree(found["qwen3_moe"], tmp_path_factory.mktemp("qwen3") / "vl")
+    return found | {"qwen3_vl_moe_text": tiny_models.edit(text, model_type="qwen3_vl_moe_text")}
 
 
 @pytest.fixture
@@ -215,6 +218,8 @@ def test_an_unknown_key_is_refused_with_its_value(kind: str, copy: Any) -> None:
         ("granitemoe", {"attention_multiplier": -1}, ("attention_multiplier", "-1", "above 1e-06")),
         ("granitemoe", {"hidden_size": 47, "head_dim": 8}, ("hidden_size", "47", "even")),
         ("granitemoe", {"shared_intermediate_size": 64}, ("shared_intermediate_size", "64")),
+        ("granitemoeshared", {"shared_intermediate_size": "7"}, ("shared_intermediate_size", "'7'")),
+        ("granitemoeshared", {"shared_intermediate_size": 9}, ("shared_mlp.input_linear.weight is missing",)),
         ("granitemoe", {"num_local_experts": 13}, ("router.layer.weight", "[12, 48]", "[13, 48]")),
         ("hy_v3", {"mlp_bias": True}, ("mlp_bias", "True", "False")),
         ("hy_v3", {"moe_router_use_sigmoid": False}, ("moe_router_use_sigmoid", "False", "True")),

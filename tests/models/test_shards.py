@@ -46,6 +46,10 @@ SHARDED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie": ("ernie4_5_moe", model_configs.ernie(num_attention_heads=4, num_key_value_heads=2)),
     "granite": ("granitemoe", model_configs.granite(num_attention_heads=4, attention_bias=True)),
+    "granite-shared": (
+        "granitemoeshared",
+        model_configs.granite(shared_intermediate_size=36, num_attention_heads=4),
+    ),
     "hy3": (
         "hy_v3",
         model_configs.hy3(num_attention_heads=4, num_key_value_heads=1, attention_bias=True),

@@ -24,7 +24,7 @@ from moesaic.models import registry, wrapped_names
 from moesaic.models.files import generation_defaults
 
 Published = Callable[..., tuple[Any, Path]]
-AROUND = ("internvl-qwen3", "kimi-deepseek3", "glm4v", "qwen3.5-images")
+AROUND = ("internvl-qwen3", "kimi-deepseek3", "glm4v", "qwen3.5-images", "qwen3-vl")
 TOKENS = tiny_models.prompt(23, model_configs.VOCAB)
 
 

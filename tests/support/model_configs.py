@@ -43,6 +43,21 @@ def qwen3(**options: Any) -> dict[str, Any]:
     return {**base, **options}
 
 
+QWEN3_VL_VISION: dict[str, Any] = {
+    "depth": 1, "out_hidden_size": 48, "num_heads": 2, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+
+
+def qwen3_vl(**options: Any) -> dict[str, Any]:
+    base = {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3],
+            "mrope_interleaved": True,
+        },
+    }  # fmt: skip
+    return qwen3(**{**base, **options})
+
+
 def deepseek(**options: Any) -> dict[str, Any]:
     base = {
         "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -394,6 +409,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             rms_norm_eps=0.1, embedding_multiplier=1.7, logits_scaling=0.5, attention_multiplier=0.4,
         ),
     ),
+    "granite-shared": ("granitemoeshared", granite(shared_intermediate_size=36)),
+    "granite-shared-bias-odd-heads-yarn": (
+        "granitemoeshared",
+        granite(
+            attention_bias=True, num_attention_heads=5, num_key_value_heads=1, hidden_size=60,
+            rope_parameters=YARN, shared_intermediate_size=7, residual_multiplier=1.7,
+            attention_multiplier=0.4, embedding_multiplier=1.7, logits_scaling=0.5,
+        ),
+    ),
     "hy3": ("hy_v3", hy3()),
     "hy3-layers-bias-shared-yarn": (
         "hy_v3",
@@ -469,6 +493,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 },
             ),
             {"depth": 1, "out_hidden_size": 48, "num_heads": 2}, image_token_id=96, video_token_id=95,
+        ),
+    ),
+    "qwen3-vl": (
+        "qwen3_vl_moe",
+        around("qwen3_vl_moe_text", qwen3_vl(), QWEN3_VL_VISION, image_token_id=96, video_token_id=95),
+    ),
+    "qwen3-vl-odd-heads-dense-layers-bias": (
+        "qwen3_vl_moe",
+        around(
+            "qwen3_vl_moe_text",
+            qwen3_vl(
+                hidden_size=60, num_attention_heads=5, num_key_value_heads=1, attention_bias=True,
+                num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[1], num_experts_per_tok=8,
+            ),
+            QWEN3_VL_VISION | {"out_hidden_size": 60},
+            image_token_id=96, video_token_id=95,
         ),
     ),
     "lfm2": ("lfm2_moe", lfm2()),

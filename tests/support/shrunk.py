@@ -111,7 +111,8 @@ def write(raw: dict[str, Any], path: Path, sizes: Mapping[str, int] = SIZES) -> 
     """
     small = shrink(raw, sizes)
     text = read_text_config(small)
-    kind = {"kimi_k2": "deepseek_v3"}.get(text["model_type"], text["model_type"])
+    same = {"kimi_k2": "deepseek_v3", "qwen3_vl_moe_text": "qwen3_moe"}
+    kind = same.get(text["model_type"], text["model_type"])
     known = {
         key: value for key, value in text.items() if key not in (*IDS, "auto_map", "quantization_config")
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 torch.set_num_threads(1)
 
@@ -17,6 +18,7 @@ KINDS = {
     "hy_v3": (transformers.HYV3Config, transformers.HYV3ForCausalLM),
     "ernie4_5_moe": (transformers.Ernie4_5_MoeConfig, transformers.Ernie4_5_MoeForCausalLM),
     "granitemoe": (transformers.GraniteMoeConfig, transformers.GraniteMoeForCausalLM),
+    "granitemoeshared": (transformers.GraniteMoeSharedConfig, transformers.GraniteMoeSharedForCausalLM),
     "mellum": (transformers.MellumConfig, transformers.MellumForCausalLM),
     "exaone_moe": (transformers.ExaoneMoeConfig, transformers.ExaoneMoeForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
@@ -39,6 +41,7 @@ AROUND = {
     "internvl": (transformers.InternVLConfig, transformers.InternVLForConditionalGeneration),
     "kimi_k25": (transformers.Kimi_K25Config, transformers.Kimi_K25ForConditionalGeneration),
     "qwen3_5_moe": (transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeForConditionalGeneration),
+    "qwen3_vl_moe": (transformers.Qwen3VLMoeConfig, transformers.Qwen3VLMoeForConditionalGeneration),
     "glm4v_moe": (transformers.Glm4vMoeConfig, transformers.Glm4vMoeForConditionalGeneration),
 }
 """Models that see images, around a text model."""
@@ -85,6 +88,17 @@ def save(model: Any, path: Path, dtype: torch.dtype = torch.float32) -> Path:
     in the form in which transformers computes.
     """
     model.to(dtype).save_pretrained(path, save_original_format=model.config.model_type != "kimi_k25")
+    if model.config.model_type == "qwen3_vl_moe":
+        transpose_experts(path)
+    return path
+
+
+def transpose_experts(path: Path) -> Path:
+    """Turns a layer's two tensors of experts from rows into columns, as Qwen3-VL's makers have, or back."""
+    tensors = load_file(path / "model.safetensors")
+    ends = ("experts.gate_up_proj", "experts.down_proj")
+    turned = {name: each.mT.contiguous() for name, each in tensors.items() if name.endswith(ends)}
+    save_file(tensors | turned, path / "model.safetensors", {"format": "pt"})
     return path
 
 

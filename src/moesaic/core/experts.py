@@ -36,12 +36,13 @@ class Activation:
 
 SILU = Activation()
 ROWS, BIASED_ROWS, COLUMNS, DOWN_COLUMNS = "rows", "biased rows", "columns", "down in columns"
+HALF_COLUMNS = "halves in columns"
 """How a checkpoint stores an expert: see `ExpertLayout.form`."""
 FORMS_WITH_BIASES = (BIASED_ROWS, COLUMNS)
 """The forms with biases."""
-TRANSPOSED_FORMS = (COLUMNS, DOWN_COLUMNS)
+TRANSPOSED_FORMS = (COLUMNS, HALF_COLUMNS, DOWN_COLUMNS)
 """The forms with matrices in columns, which become rows when they are loaded."""
-PARTS = {ROWS: 3, BIASED_ROWS: 6, COLUMNS: 6, DOWN_COLUMNS: 3}
+PARTS = {ROWS: 3, BIASED_ROWS: 6, COLUMNS: 6, HALF_COLUMNS: 3, DOWN_COLUMNS: 3}
 """How many tensors an expert has in memory: gate, up and down, then their biases in the same order."""
 
 
@@ -80,7 +81,8 @@ class ExpertLayout:
     form: str = ROWS
     """ROWS: gate [w, h], up [w, h] and down [h, w], without biases. COLUMNS: gate and up in turn as the
     columns of one matrix [h, 2w], down as [w, h], and a bias for each of both (gpt-oss). BIASED_ROWS: the
-    matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4). DOWN_COLUMNS: as ROWS, but down is [w, h]
+    matrices of ROWS and the biases of COLUMNS (gpt-oss in MXFP4). HALF_COLUMNS: the matrices of COLUMNS, but
+    all gate columns come first, and no biases (Qwen3-VL). DOWN_COLUMNS: as ROWS, but down is [w, h]
     (DBRX)."""
     activation: Activation = SILU
     layer_dtypes: dict[int, str] = field(default_factory=dict)
@@ -152,12 +154,14 @@ class ExpertLayout:
     def tensors(self, layer: int, expert: int) -> tuple[NamedShape, ...]:
         """Name and shape of what the checkpoint stores of an expert.
 
-        ROWS: the gate [w, h], up [w, h] and down [h, w] matrices. COLUMNS: see `column_tensors`.
-        DOWN_COLUMNS: gate, up and down, [w, h] each.
+        ROWS: the gate [w, h], up [w, h] and down [h, w] matrices. COLUMNS and HALF_COLUMNS: see
+        `column_tensors`. DOWN_COLUMNS: gate, up and down, [w, h] each.
         """
         prefix = f"{self.prefixes[layer]}.{expert}"
         if self.form == COLUMNS:
             return column_tensors(prefix, self.hidden, self.width)
+        if self.form == HALF_COLUMNS:
+            return column_tensors(prefix, self.hidden, self.width)[:2]
         if self.form == DOWN_COLUMNS:
             words = self.gate_name, self.up_name, self.down_name
             return tuple((f"{prefix}.{word}", self.width, self.hidden) for word in words)

@@ -9,6 +9,8 @@ from typing import Any
 from moesaic.core.errors import CheckpointError
 
 TEXT = "text_config"
+ANGLES = ("mrope_section", "mrope_interleaved", "interleaved")
+"""Keys that divide angles among time, height and width. All are equal for text."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of special tokens, of which those beside text_config count."""
 
@@ -59,6 +61,14 @@ WRAPPERS: Mapping[str, Wrapper] = {
         ),
         ties_embeddings=False,
     ),
+    "qwen3_vl_moe": Wrapper(
+        image_keys=(
+            *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id"),
+            "vision_end_token_id",
+        ),
+        ties_embeddings=False,
+        text_types={"qwen3_vl_moe_text": "qwen3_vl_moe_text"},
+    ),
 }
 
 
@@ -90,8 +100,8 @@ def read_text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     config = {**wrapper.defaults, **text, **outer_keys, "tie_word_embeddings": ties_embeddings}
     for name in ("rope_parameters", "rope_scaling"):
         angles = config.get(name)
-        if kind in wrapper.text_types and isinstance(angles, Mapping):  # all its parts are equal for text
-            config[name] = {key: value for key, value in angles.items() if key != "mrope_section"}
+        if kind in wrapper.text_types and isinstance(angles, Mapping):
+            config[name] = {key: value for key, value in angles.items() if key not in ANGLES}
     return {**config, "model_type": wrapper.text_types.get(kind, text.get("model_type"))}
 
 

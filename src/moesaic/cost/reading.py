@@ -64,6 +64,10 @@ def _mixtral(raw: Raw, name: str) -> ModelSizes:
     )
 
 
+def _granite_shared(raw: Raw, name: str) -> ModelSizes:
+    return replace(_mixtral(raw, name), shared_width=_integer(raw, "shared_intermediate_size", 0, minimum=0))
+
+
 def _qwen(raw: Raw, name: str) -> ModelSizes:
     layers = _integer(raw, "num_hidden_layers", maximum=LAYERS)
     dense, every = _dense_layers(raw, layers), _integer(raw, "decoder_sparse_step", 1)
@@ -303,6 +307,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "olmoe": _olmoe,
     "qwen2_moe": _qwen,
     "qwen3_moe": _qwen,
+    "qwen3_vl_moe_text": _qwen,
     "qwen3_next": _qwen_next,
     "qwen3_5_moe_text": _qwen_next,
     "deepseek_v2": _deepseek,
@@ -314,6 +319,7 @@ _READERS: dict[str, Callable[[Raw, str], ModelSizes]] = {
     "solar_open": _solar,
     "hy_v3": _hy3,
     "granitemoe": _mixtral,
+    "granitemoeshared": _granite_shared,
     "ernie4_5_moe": _ernie,
     "gpt_oss": _gpt_oss,
     "dbrx": _dbrx,

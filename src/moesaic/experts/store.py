@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS, ExpertLayout
+from moesaic.core.experts import (
+    BIASED_ROWS,
+    COLUMNS,
+    DOWN_COLUMNS,
+    HALF_COLUMNS,
+    PARTS,
+    ROWS,
+    ExpertLayout,
+)
 from moesaic.core.weight_types import split_dtype
 from moesaic.kernels.compressed_layout import decompress
-from moesaic.models.columns import as_rows, bias_rows, transpose_bytes
+from moesaic.models.columns import as_rows, bias_rows, halves_as_rows, transpose_bytes
 from moesaic.models.headers import COMPRESSED_ROWS, NUMBERS, STORED, WIDTHS, Headers, Place
 from moesaic.models.headers import INDEX as INDEX
 from moesaic.models.headers import SINGLE as SINGLE
@@ -97,7 +105,8 @@ class Store:
             raise CheckpointError(f"experts: got {expert}; allowed: 0 to {self.layout.num_experts - 1}")
         dtype, down_dtype = (STORED.get(one, one) for one in split_dtype(self.layout.dtype_of(layer)))
         tensors = self.layout.tensors(layer, expert)
-        kinds = [dtype, down_dtype] if self.layout.form == COLUMNS else [dtype, dtype, down_dtype]
+        is_fused = self.layout.form in (COLUMNS, HALF_COLUMNS)
+        kinds = [dtype, down_dtype] if is_fused else [dtype, dtype, down_dtype]
         parts = [
             self._checkpoint.part(name, *shape, dtype=kind)
             # Experts without biases have fewer tensors than kinds.
@@ -105,6 +114,8 @@ class Store:
         ]
         if self.layout.form == COLUMNS:
             parts = as_rows(parts, WIDTHS[dtype], self.layout.width)
+        if self.layout.form == HALF_COLUMNS:
+            parts = halves_as_rows(parts, WIDTHS[dtype], self.layout.width)
         if self.layout.form == DOWN_COLUMNS:
             parts = [*parts[:2], transpose_bytes(parts[2], WIDTHS[dtype], self.layout.width)]
         if self.layout.form == BIASED_ROWS:

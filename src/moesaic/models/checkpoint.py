@@ -245,6 +245,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: tensor {name}: got dtype {kind}; allowed: {allowed_types}")
         return DTYPES[kind]
 
+    def find_shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor in the files; None if they do not have it, or are not here."""
+        return tuple(self._slice(name).get_shape()) if name in self._shard else None
+
     def find_fused_part(self, name: str) -> fused_tensors.FusedPart | None:
         """Where in a fused tensor a matrix of an expert is; None for a tensor of its own."""
         return fused_tensors.find_fused_part(name, self._shard.__contains__)
@@ -375,6 +379,9 @@ class IndexClaims(Claims):
         self._shard = shards(path)
         self._claimed_names = set()
         self._scheme, self.skipped_patterns = None, ()  # the types of tensors are not known
+
+    def find_shape(self, name: str) -> None:
+        """No shape is known."""
 
     def claim(self, name: str, *shape: int) -> None:
         """Marks a tensor as part of the model. Only its name is checked."""

@@ -1,6 +1,6 @@
 """Experts that a checkpoint stores in columns, as the rows that kernels read. Does not import torch.
 
-`core.experts.ExpertLayout.form` describes both forms.
+`core.experts.ExpertLayout.form` describes these forms.
 """
 
 from __future__ import annotations
@@ -27,19 +27,28 @@ def as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
     gate_up, down_proj, inner_bias, down_bias = parts
     inner = gate_up.view(NUMBERS[number]).reshape(-1, width, 2)
     outer = down_proj.view(NUMBERS[number]).reshape(width, -1)
-    found = []
-    for matrix in (inner[:, :, 0], inner[:, :, 1], outer):
-        found.append(np.empty(matrix.shape[::-1], matrix.dtype))
-        transpose(matrix, found[-1])
-    matrices = (matrix_rows.reshape(-1).view(np.uint8) for matrix_rows in found)
+    matrices = map(_transposed_bytes, (inner[:, :, 0], inner[:, :, 1], outer))
     return [*matrices, *bias_rows(inner_bias, width), down_bias]
+
+
+def halves_as_rows(parts: Sequence[Bytes], number: int, width: int) -> list[Bytes]:
+    """Gate [w, h], up [w, h] and down [h, w], in bytes, of an expert in HALF_COLUMNS.
+
+    parts: the bytes of the two matrices. number: bytes of a number. width: w.
+    """
+    gate_up, down_proj = (part.view(NUMBERS[number]) for part in parts)
+    inner = gate_up.reshape(-1, 2, width)
+    return list(map(_transposed_bytes, (inner[:, 0], inner[:, 1], down_proj.reshape(width, -1))))
 
 
 def transpose_bytes(matrix: Bytes, number: int, rows: int) -> Bytes:
     """The bytes of a matrix [m, rows], from those of one [rows, m] with numbers of `number` bytes."""
-    numbers = matrix.view(NUMBERS[number]).reshape(rows, -1)
-    transposed_numbers = np.empty(numbers.shape[::-1], numbers.dtype)
-    transpose(numbers, transposed_numbers)
+    return _transposed_bytes(matrix.view(NUMBERS[number]).reshape(rows, -1))
+
+
+def _transposed_bytes(matrix: npt.NDArray[Any]) -> Bytes:
+    transposed_numbers = np.empty(matrix.shape[::-1], matrix.dtype)
+    transpose(matrix, transposed_numbers)
     return transposed_numbers.reshape(-1).view(np.uint8)
 
 

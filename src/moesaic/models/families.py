@@ -67,6 +67,7 @@ MODELS: Mapping[str, ModelFile] = {
     "glm4_moe_lite": glm4_moe_lite,
     "gpt_oss": gpt_oss,
     "granitemoe": granitemoe,
+    "granitemoeshared": granitemoe,
     "hy_v3": hy_v3,
     "kimi_k2": deepseek_v3,
     "lfm2_moe": lfm2_moe,
@@ -78,5 +79,6 @@ MODELS: Mapping[str, ModelFile] = {
     "qwen3_5_moe_text": qwen3_next,
     "qwen3_moe": qwen3_moe,
     "qwen3_next": qwen3_next,
+    "qwen3_vl_moe_text": qwen3_moe,
     "solar_open": solar_open,
 }

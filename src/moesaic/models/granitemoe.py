@@ -1,6 +1,6 @@
 """Granite 3 with experts: Mixtral with factors of embeddings, residuals, attention scores and logits.
 
-IBM Granite team, Granite 3.0 language models, 2024.
+IBM Granite team, Granite 3.0 language models, 2024. `granitemoeshared` has a shared expert beside the others.
 
 Each layer adds r times what its parts compute, r = residual_multiplier. Here hidden states are divided by r,
 so that nothing is multiplied in a layer: a norm gives the same numbers if its epsilon is divided by r^2.
@@ -44,14 +44,18 @@ NAMES = Names(
     corrections=(),
     experts="block_sparse_moe.experts",
 )
+SHARED = "granitemoeshared"
 LEAST = 1e-6
 """A factor must be greater, so that one divided by its square is far from the limits of float32."""
 
 
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
-    fields = Fields(DEFAULTS | raw)
-    fields.require_value("model_type", "granitemoe")
+    fields, kind = Fields(DEFAULTS | raw), raw["model_type"]
+    fields.ignore("model_type")
+    shared_width = 0
+    if kind == SHARED:
+        shared_width = fields.integer("shared_intermediate_size", 0, minimum=0)
     fields.require_value("position_embedding_type", "rope", None)
     angles = rope.read(fields, fields.integer("max_position_embeddings"), 10000.0)
     scale, residual = _factor(fields, "attention_multiplier"), _factor(fields, "residual_multiplier")
@@ -64,8 +68,9 @@ def parse(raw: dict[str, Any]) -> Config:
     top_k = fields.integer("num_experts_per_tok", maximum=fields.integer("num_local_experts"))
     gating = Gating(top_k, normalise=True)
     layers, attention = tuple(range(num_layers(fields))), GroupedQuery(heads, heads.width)
-    config = read(fields, "granitemoe", attention, angles, gating, layers, NAMES, keys=KEYS)
-    return replace(config, epsilon=config.epsilon / residual**2, multipliers=factors)
+    config = read(fields, kind, attention, angles, gating, layers, NAMES, keys=KEYS)
+    config = replace(config, epsilon=config.epsilon / residual**2, multipliers=factors)
+    return replace(config, fused_shared_width=shared_width)
 
 
 def _factor(fields: Fields, name: str) -> float:

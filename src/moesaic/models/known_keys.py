@@ -98,7 +98,7 @@ WITHOUT_EFFECT: tuple[Row, ...] = (
         ("qwen3_5_moe_text",),
     ),
     Row("states are float32 here", ("mamba_ssm_dtype",), ("qwen3_5_moe_text",)),
-    Row("hidden_act is the key that counts", ("activation_function",), ("granitemoe",)),
+    Row("hidden_act is the key that counts", ("activation_function",), ("granitemoe", "granitemoeshared")),
     Row("the rotary keys say it too", ("initial_context_length",), ("gpt_oss",)),
     Row(
         "sums that are float32 here",

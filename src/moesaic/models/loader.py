@@ -15,6 +15,7 @@ from moesaic.core.experts import (
     BIASED_ROWS,
     COLUMNS,
     DOWN_COLUMNS,
+    HALF_COLUMNS,
     ROWS,
     SILU,
     Activation,
@@ -231,7 +232,17 @@ class Loader:
         If the types of its matrices differ, all become float32. But down may be of another quantised type.
         """
         gate_proj, up_proj = (self.weight(f"{name}.{word}", width, hidden) for word in words[:2])
-        down_proj = self.weight(f"{name}.{words[2]}", hidden, width)
+        return self._gated_mlp(gate_proj, up_proj, self.weight(f"{name}.{words[2]}", hidden, width))
+
+    def fused_mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
+        """Returns the MLP under `name` whose gate and up are the rows of one tensor (Granite)."""
+        gate_proj, up_proj = (
+            self.weight(f"{name}.input_linear", 2 * width, hidden, rows)
+            for rows in (slice(width), slice(width, 2 * width))
+        )
+        return self._gated_mlp(gate_proj, up_proj, self.weight(f"{name}.output_linear", hidden, width))
+
+    def _gated_mlp(self, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> GatedMLP:
         # One compiled call computes all three. It takes one type, or quantised ones with another for down.
         kinds = [kind_of(weight) for weight in (gate_proj, up_proj, down_proj)]
         if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or all(map(is_quantized, kinds[1:]))):
@@ -339,14 +350,16 @@ class ExpertNames:
     up_name: str = "up_proj"
     down_name: str = "down_proj"
     form: str = ROWS
-    """How the files have an expert, as `ExpertLayout.form` says. In COLUMNS the names are those of
-    `core.experts.column_tensors`, and in DOWN_COLUMNS they have no ".weight"."""
+    """How the files have an expert, as `ExpertLayout.form` says. In COLUMNS and HALF_COLUMNS the names are
+    those of `core.experts.column_tensors`, and in DOWN_COLUMNS they have no ".weight"."""
     activation: Activation = SILU
 
     def list_tensors(self, expert: int) -> tuple[NamedShape, ...]:
         """Returns name and shape of the tensors of one expert."""
         if self.form == COLUMNS:
             return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)
+        if self.form == HALF_COLUMNS:
+            return column_tensors(f"{self.prefix}.{expert}", self.hidden, self.width)[:2]
         if self.form == DOWN_COLUMNS:
             words = self.gate_name, self.up_name, self.down_name
             return tuple((f"{self.prefix}.{expert}.{word}", self.width, self.hidden) for word in words)

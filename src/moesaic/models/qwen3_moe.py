@@ -1,131 +1,108 @@
 """Qwen3-MoE: grouped-query attention with a norm on each query and key head, many small experts.
 
-Yang et al., Qwen3 technical report, 2025.
+Yang et al., Qwen3 technical report, 2025. Bai et al., Qwen3-VL, 2025: its text model is the same.
+Its makers' files have experts in columns. Those that transformers saves or that are quantised have rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
+from moesaic.core.experts import HALF_COLUMNS
 from moesaic.kernels.gating import Gating
 from moesaic.models import rope
-from moesaic.models.block import DecoderBlock
-from moesaic.models.config import MOST_LAYERS, Fields
-from moesaic.models.gates import load_gate
-from moesaic.models.loader import ExpertNames, Heads, Loader, grouped_query_attention, read_heads
+from moesaic.models.checkpoint import Checkpoint
+from moesaic.models.config import Fields
+from moesaic.models.grouped_query import GroupedQuery
+from moesaic.models.loader import read_heads
 from moesaic.models.qwen import sparse_layers
-from moesaic.models.spec import KVLayout, ModelSpec
+from moesaic.models.shared_experts import (
+    UNUSED_TENSORS,
+    Config,
+    Keys,
+    Names,
+    blocks,
+    expert_names,
+    num_layers,
+    read,
+)
 
-UNUSED_TENSORS = (r".*\.rotary_emb\.inv_freq",)
-"""Tensors of some checkpoints that are not needed."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """config.json of a qwen3_moe checkpoint."""
-
-    vocab_size: int
-    hidden_size: int
-    dense_width: int
-    expert_width: int
-    num_layers: int
-    heads: Heads
-    epsilon: float
-    has_tied_embeddings: bool
-    num_experts: int
-    top_k: int
-    normalise: bool
-    sparse_step: int
-    dense_layers: tuple[int, ...]
-    window: int | None
-    max_position: int
-    rope: rope.RopeConfig
-
-    @property
-    def spec(self) -> ModelSpec:
-        return ModelSpec(
-            model_type="qwen3_moe",
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            vocab_size=self.vocab_size,
-            moe_layers=sparse_layers(self.num_layers, self.dense_layers, self.sparse_step),
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            expert_width=self.expert_width,
-            max_position=max(self.max_position, self.rope.reach),
-            heads=self.heads.query,
-            kv=KVLayout(self.heads.key, self.heads.width, self.heads.width),
-            sliding_windows=(self.window,) * self.num_layers,
-        )
+__all__ = ["UNUSED_TENSORS", "blocks", "expert_names", "match_files", "parse"]
+SEES_IMAGES = "qwen3_vl_moe_text"
+# What transformers takes for a key that config.json leaves out.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "intermediate_size": 6144,
+        "max_position_embeddings": 32768,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-6,
+    },
+    SEES_IMAGES: {
+        "intermediate_size": 5632,
+        "max_position_embeddings": 128000,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+    },
+}
+NAMES = Names(corrections=())
 
 
 def parse(raw: dict[str, Any]) -> Config:
     """Parses config.json. Raises CheckpointError for any key that is not understood."""
-    fields = Fields(raw)
-    fields.require_value("model_type", "qwen3_moe")
-    fields.require_value("hidden_act", "silu")
+    kind = raw["model_type"]
+    fields = Fields(DEFAULTS[kind] | raw)
+    fields.ignore("model_type")
     # Keys of Qwen3-Coder that repeat what all models of this type have in common.
     fields.require_value("qkv_bias", False)
     fields.require_value("use_qk_norm", True)
     fields.require_value("shared_expert_intermediate_size", 0, None)
-    experts = fields.integer("num_experts" if "num_experts" in raw else "num_local_experts")
+    experts_key = "num_experts" if "num_experts" in raw else "num_local_experts"
+    experts = fields.integer(experts_key)
     fields.require_value("num_local_experts", experts)
-    max_position = fields.integer("max_position_embeddings", 32768)
+    layers = num_layers(fields)
+    moe_layers = sparse_layers(
+        layers, fields.integers("mlp_only_layers"), fields.integer("decoder_sparse_step", 1)
+    )
+    heads = read_heads(fields, fields.number("rms_norm_eps"), has_head_norms=True)
+    if kind == SEES_IMAGES:
+        fields.require_value("norm_topk_prob", True, reason="as transformers computes this model_type")
+    gating = Gating(
+        fields.integer("num_experts_per_tok", maximum=experts), fields.flag("norm_topk_prob", True)
+    )
+    return read(
+        fields,
+        kind,
+        GroupedQuery(heads, heads.width),
+        rope.read(fields, fields.integer("max_position_embeddings"), 10000.0),
+        gating,
+        moe_layers,
+        NAMES,
+        _windows(fields, layers),
+        Keys(experts=experts_key, shared_experts=None),
+    )
+
+
+def match_files(config: Config, checkpoint: Checkpoint) -> Config:
+    """Returns the config with the form in which the files have experts. Both matrices must have it.
+
+    One of them alone may fit both forms, where an expert is half or twice as wide as a hidden state.
+    """
+    if config.model_type != SEES_IMAGES or not config.moe_layers:
+        return config
+    experts, hidden, width = config.num_experts, config.hidden_size, config.expert_width
+    prefix = expert_names(config, config.moe_layers[0]).prefix
+    shapes = [checkpoint.find_shape(f"{prefix}.{word}") for word in ("gate_up_proj", "down_proj")]
+    has_columns = shapes == [(experts, hidden, 2 * width), (experts, width, hidden)]
+    return replace(config, names=replace(config.names, form=HALF_COLUMNS)) if has_columns else config
+
+
+def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """Returns the window of each layer, which all layers have or none."""
     window = fields.maybe_integer("sliding_window")
-    has_windows = fields.flag("use_sliding_window", False) and window is not None
-    if has_windows:
-        reason = "transformers gives every layer the window, the makers' code only those from this one on"
-        fields.require_value("max_window_layers", 0, None, reason=reason)
-    fields.ignore("max_window_layers")
-    config = Config(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        dense_width=fields.integer("intermediate_size", 6144),
-        expert_width=fields.integer("moe_intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
-        heads=read_heads(fields, has_head_norms=True, epsilon=fields.number("rms_norm_eps", 1e-6)),
-        epsilon=fields.number("rms_norm_eps", 1e-6),
-        has_tied_embeddings=fields.flag("tie_word_embeddings", False),
-        num_experts=experts,
-        top_k=fields.integer("num_experts_per_tok", maximum=experts),
-        normalise=fields.flag("norm_topk_prob", False),
-        sparse_step=fields.integer("decoder_sparse_step", 1),
-        dense_layers=fields.integers("mlp_only_layers"),
-        window=window if has_windows else None,
-        max_position=max_position,
-        rope=rope.read(fields, max_position, 10000.0),
-    )
-    fields.refuse_unread()
-    return config
-
-
-def expert_names(config: Config, layer: int) -> ExpertNames:
-    """Returns the tensor names of a layer's routed experts."""
-    prefix = f"model.layers.{layer}.mlp.experts"
-    return ExpertNames(prefix, config.hidden_size, config.expert_width, config.num_experts)
-
-
-def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
-    """Loads every layer without its routed experts."""
-    spec = config.spec
-    table = loader.rope_table(config.rope, config.heads.width, spec.max_position)
-    return tuple(_block(config, spec, loader, table, layer) for layer in range(config.num_layers))
-
-
-def _block(
-    config: Config, spec: ModelSpec, loader: Loader, table: rope.RopeTable, layer: int
-) -> DecoderBlock:
-    name, hidden = f"model.layers.{layer}", config.hidden_size
-    sparse = layer in spec.moe_layers
-    window = spec.sliding_windows[layer]
-    gating = Gating(config.top_k, config.normalise)
-    return DecoderBlock(
-        kernels=loader.kernels,
-        epsilon=config.epsilon,
-        input_norm=loader.exact(f"{name}.input_layernorm.weight", hidden),
-        attention_part=grouped_query_attention(loader, f"{name}.self_attn", config.heads, table, window),
-        post_norm=loader.exact(f"{name}.post_attention_layernorm.weight", hidden),
-        router=load_gate(loader, f"{name}.mlp.gate", gating, config.num_experts, hidden) if sparse else None,
-        dense_part=None if sparse else loader.mlp(f"{name}.mlp", hidden, config.dense_width),
-    )
+    if not fields.flag("use_sliding_window", False) or window is None:
+        fields.ignore("max_window_layers")
+        return ()
+    reason = "transformers gives every layer the window, the makers' code only those from this one on"
+    fields.require_value("max_window_layers", 0, None, reason=reason)
+    return (window,) * layers

@@ -49,6 +49,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CACHE_DTYPES = {**DTYPES, "int8": torch.int8}
 PREDICTION_LOADER = "prediction_layer"
 """The function of a model file that loads this layer, in families that have one."""
+FILES_MATCHER = "match_files"
+"""The function of a model file that changes a config by the files, in families that have one."""
 
 
 def read_spec(path: Path, shard: Shard = WHOLE) -> ModelSpec:
@@ -211,7 +213,7 @@ def understand(raw: dict[str, Any], path: Path, claims: Claims | None = None) ->
     file, config = _parse_config(raw, path)
     spec: ModelSpec = config.spec
     if claims is not None:
-        _claim(file, config, claims)
+        _claim(file, _match_files(file, config, claims), claims)
         claims.refuse_unread((*file.UNUSED_TENSORS, *prediction_tensors(spec)))
     return spec
 
@@ -349,8 +351,15 @@ def _parse_stamped(path: Path, stamp: tuple[object, ...]) -> tuple[ModelFile, An
     again."""
     file, config = _parse_config(read_config(path), path)
     if is_gguf(path) or (path / SINGLE).is_file() or (path / INDEX).is_file():
-        _claim(file, config, Claims(path))
+        claims = Claims(path)
+        config = _match_files(file, config, claims)
+        _claim(file, config, claims)
     return file, config
+
+
+def _match_files(file: ModelFile, config: Any, claims: Claims) -> Any:
+    """The config with what only the files tell, for families whose files have one of several forms."""
+    return getattr(file, FILES_MATCHER)(config, claims) if hasattr(file, FILES_MATCHER) else config
 
 
 def _parse_config(raw_config: dict[str, Any], path: Path) -> tuple[ModelFile, Any]:

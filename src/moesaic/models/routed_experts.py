@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from moesaic.core.errors import CheckpointError, ConfigError
-from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, PARTS, ROWS
+from moesaic.core.experts import BIASED_ROWS, COLUMNS, DOWN_COLUMNS, HALF_COLUMNS, PARTS, ROWS
 from moesaic.core.weight_types import COMPRESSED_DTYPE, is_integer, is_packed, is_quantized, split_dtype
 from moesaic.kernels.weights import ExpertWeights
 from moesaic.models.checkpoint import Checkpoint
@@ -95,6 +95,18 @@ def _in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.
     )
 
 
+def _in_half_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
+    """Loads gate, up and down of one expert in HALF_COLUMNS, as rows."""
+    gate_up, down_proj = names.list_tensors(expert)
+    rank_part = loader.of_expert.part(names.width)
+    ups = slice(names.width + rank_part.start, names.width + rank_part.stop)
+    return (
+        loader.transpose_matrix(gate_up, slice(None), rank_part),
+        loader.transpose_matrix(gate_up, slice(None), ups),
+        loader.transpose_matrix(down_proj, rank_part),
+    )
+
+
 def _with_down_in_columns(loader: Loader, names: ExpertNames, expert: int) -> tuple[torch.Tensor, ...]:
     """Loads gate, up and down of one expert in DOWN_COLUMNS."""
     gate_proj, up_proj, down_proj = names.list_tensors(expert)
@@ -134,6 +146,7 @@ FORMS = {
     ROWS: _in_rows,
     BIASED_ROWS: _in_biased_rows,
     COLUMNS: _in_columns,
+    HALF_COLUMNS: _in_half_columns,
     DOWN_COLUMNS: _with_down_in_columns,
 }
 

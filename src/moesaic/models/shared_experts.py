@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from moesaic.core.experts import ROWS
 from moesaic.kernels.gating import Gating
 from moesaic.models.block import Attention, DecoderBlock
 from moesaic.models.config import MOST_LAYERS, Fields
@@ -65,6 +66,8 @@ class Names:
     experts: str = "mlp.experts"
     words: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projection."""
+    form: str = ROWS
+    """How the files have an expert, as `ExpertLayout.form` says."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Config:
     multipliers: Multipliers = NO_MULTIPLIERS
     local_rope: RopeConfig | None = None
     """The angles of layers with a window. None: they have those of `rope`."""
+    fused_shared_width: int = 0
+    """Width of a shared expert whose gate and up are one tensor (Granite); 0: there is none."""
     has_biases: bool = False
     """Whether dense MLPs, shared experts and the LM head have biases. Routed experts have none."""
 
@@ -178,9 +183,8 @@ def layers_by_type(fields: Fields) -> tuple[int, ...]:
 def expert_names(config: Config, layer: int) -> ExpertNames:
     """Returns the tensor names of a layer's routed experts."""
     prefix = f"model.layers.{layer}.{config.names.experts}"
-    return ExpertNames(
-        prefix, config.hidden_size, config.expert_width, config.num_experts, *config.names.words
-    )
+    names, sizes = config.names, (config.hidden_size, config.expert_width, config.num_experts)
+    return ExpertNames(prefix, *sizes, *names.words, form=names.form)
 
 
 def blocks(config: Config, loader: Loader) -> tuple[DecoderBlock, ...]:
@@ -240,6 +244,8 @@ def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP 
     load = loader.mlp_with_biases if config.has_biases else loader.mlp
     if not sparse:
         return load(f"{name}.mlp", config.hidden_size, config.dense_width)
+    if config.fused_shared_width:
+        return loader.fused_mlp(f"{name}.shared_mlp", config.hidden_size, config.fused_shared_width)
     if not config.shared_experts:
         return None
     shared_name = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from moesaic.core.errors import CheckpointError
-from moesaic.core.experts import COLUMNS, DOWN_COLUMNS, FORMS_WITH_BIASES, ExpertLayout
+from moesaic.core.experts import COLUMNS, DOWN_COLUMNS, FORMS_WITH_BIASES, HALF_COLUMNS, ExpertLayout
 from moesaic.core.weight_types import row_bytes, split_dtype
 from moesaic.kernels.compressed_layout import decompress
 from moesaic.models.columns import transpose
@@ -110,7 +110,11 @@ def _convert_columns(
     gate_up, down_proj = (
         _numbers(headers.find(*part), read_bytes) for part in layout.tensors(layer, expert)[:2]
     )
-    for part_target, matrix in zip(target[:3], (gate_up[:, 0::2], gate_up[:, 1::2], down_proj), strict=True):
+    if layout.form == HALF_COLUMNS:
+        gate_proj, up_proj = gate_up[:, : layout.width], gate_up[:, layout.width :]
+    else:
+        gate_proj, up_proj = gate_up[:, 0::2], gate_up[:, 1::2]
+    for part_target, matrix in zip(target[:3], (gate_proj, up_proj, down_proj), strict=True):
         transpose(matrix, part_target)
 
 
@@ -126,7 +130,11 @@ def _convert_down_columns(
     transpose(down_proj, target[2])
 
 
-CONVERSIONS = {COLUMNS: _convert_columns, DOWN_COLUMNS: _convert_down_columns}
+CONVERSIONS = {
+    COLUMNS: _convert_columns,
+    HALF_COLUMNS: _convert_columns,
+    DOWN_COLUMNS: _convert_down_columns,
+}
 """Form of experts -> their conversion, where that is not from quantised or compressed ones."""
 
 
