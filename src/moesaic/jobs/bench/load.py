@@ -30,12 +30,12 @@ class Outcome:
     """Times between two events with text."""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    error: str | None = None
+    """A line about the failure of the request, or None. After a failure only `send_time` is valid."""
     cached_tokens: int | None = None
     """Prompt tokens whose KV the server already had. None: it does not say."""
     content: str = ""
     """The answer without its reasoning."""
-    error: str | None = None
-    """A line about the failure of the request, or None. After a failure only `send_time` is valid."""
 
     @property
     def tpot(self) -> float:
