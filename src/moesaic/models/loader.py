@@ -232,17 +232,17 @@ class Loader:
         If the types of its matrices differ, all become float32. But down may be of another quantised type.
         """
         gate_proj, up_proj = (self.weight(f"{name}.{word}", width, hidden) for word in words[:2])
-        return self._gated_mlp(gate_proj, up_proj, self.weight(f"{name}.{words[2]}", hidden, width))
+        return self._build_gated_mlp(gate_proj, up_proj, self.weight(f"{name}.{words[2]}", hidden, width))
 
-    def fused_mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
+    def read_fused_mlp(self, name: str, hidden: int, width: int) -> GatedMLP:
         """Returns the MLP under `name` whose gate and up are the rows of one tensor (Granite)."""
         gate_proj, up_proj = (
             self.weight(f"{name}.input_linear", 2 * width, hidden, rows)
             for rows in (slice(width), slice(width, 2 * width))
         )
-        return self._gated_mlp(gate_proj, up_proj, self.weight(f"{name}.output_linear", hidden, width))
+        return self._build_gated_mlp(gate_proj, up_proj, self.weight(f"{name}.output_linear", hidden, width))
 
-    def _gated_mlp(self, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> GatedMLP:
+    def _build_gated_mlp(self, gate_proj: Weight, up_proj: Weight, down_proj: Weight) -> GatedMLP:
         # One compiled call computes all three. It takes one type, or quantised ones with another for down.
         kinds = [kind_of(weight) for weight in (gate_proj, up_proj, down_proj)]
         if kinds[0] == kinds[1] and (kinds[1] == kinds[2] or all(map(is_quantized, kinds[1:]))):

@@ -245,7 +245,7 @@ def _dense(config: Config, sparse: bool, loader: Loader, name: str) -> GatedMLP 
     if not sparse:
         return load(f"{name}.mlp", config.hidden_size, config.dense_width)
     if config.fused_shared_width:
-        return loader.fused_mlp(f"{name}.shared_mlp", config.hidden_size, config.fused_shared_width)
+        return loader.read_fused_mlp(f"{name}.shared_mlp", config.hidden_size, config.fused_shared_width)
     if not config.shared_experts:
         return None
     shared_name = loader.find_name(name, config.names.shared_experts, ".gate_proj.weight")

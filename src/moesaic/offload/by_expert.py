@@ -99,11 +99,11 @@ class StreamedByExpert(StreamedExperts):
         )
 
     def replace_experts(
-        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded: Collection[int] = ()
+        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded_experts: Collection[int] = ()
     ) -> int:
         """Brings experts to the places of others, which stayed until now. Returns the bytes read.
 
-        From now on the new ones stay and the others are streamed. loaded: experts in the slot of turn
+        From now on the new ones stay and the others are streamed. loaded_experts: those in the slot of turn
         `count`, which are copied from there. The others are read. No other thread may compute this layer
         meanwhile.
         """
@@ -113,9 +113,11 @@ class StreamedByExpert(StreamedExperts):
         # the old one.
         places = {(layer, new): self._static_places[layer, evicted] for evicted, new in exchanges}
         for (_, expert), place in places.items():
-            if expert in loaded:
+            if expert in loaded_experts:
                 place.copy_(self._streamed_places[layer][expert][count % 2])
-        size = self._reader.load_all({key: place for key, place in places.items() if key[1] not in loaded})
+        size = self._reader.load_all(
+            {key: place for key, place in places.items() if key[1] not in loaded_experts}
+        )
         for evicted_expert, new_expert in exchanges:
             self._streamed_places[layer][evicted_expert] = self._streamed_places[layer].pop(new_expert)
             del self._static_places[layer, evicted_expert]

@@ -138,7 +138,7 @@ class ElasticExperts(StreamedByExpert):
         return size
 
     def replace_experts(
-        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded: Collection[int] = ()
+        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded_experts: Collection[int] = ()
     ) -> int:
         """Brings experts to places of the layer's own, first to empty ones and then to those of others.
 
@@ -151,7 +151,7 @@ class ElasticExperts(StreamedByExpert):
         num_empty = len(own_places) - len(self.static[layer])
         size = self._load(0, layer, [new for _, new in exchanges[:num_empty]])
         self._settle(layer)
-        size += super().replace_experts(layer, exchanges[num_empty:], count, loaded)
+        size += super().replace_experts(layer, exchanges[num_empty:], count, loaded_experts)
         for evicted_expert, new_expert in exchanges[num_empty:]:
             own_places[new_expert] = own_places.pop(evicted_expert)
             shared_places[evicted_expert] = shared_places.pop(new_expert)

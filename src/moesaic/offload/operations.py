@@ -38,7 +38,7 @@ class Exchanges(Protocol):
     """Changes which experts stay; implemented in offload.by_expert."""
 
     def replace_experts(
-        self, layer: int, exchanges: Sequence[tuple[int, int]], count: int, loaded: Collection[int]
+        self, layer: int, exchanges: Sequence[tuple[int, int]], count: int, loaded_experts: Collection[int]
     ) -> int: ...
 
 
@@ -88,7 +88,7 @@ class Operations:
         self._first_layer_turn = 0
         self._pages = 0
         self._rows_per_sequence = 1.0
-        """Of the pass, as a mean. It is above 1 if prompts are in it."""
+        """The mean of the pass. It is above 1 if prompts are in it."""
         self.loaded_bytes = 0
         """Bytes of weights loaded so far."""
         self.num_chosen = self.num_hits = self.num_exchanged = 0

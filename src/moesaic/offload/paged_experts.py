@@ -104,13 +104,13 @@ class PagedExperts(StreamedByExpert):
         return size
 
     def replace_experts(
-        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded: Collection[int] = ()
+        self, layer: int, exchanges: Sequence[Exchange], count: int = 0, loaded_experts: Collection[int] = ()
     ) -> int:
         for (_, slot_layer), slot_experts in self._loaded_experts:
             if slot_layer == layer:
                 # An expert that leaves gets the slots of the new one.
                 slot_experts.difference_update(expert for exchange in exchanges for expert in exchange)
-        return super().replace_experts(layer, exchanges, count, loaded)
+        return super().replace_experts(layer, exchanges, count, loaded_experts)
 
     def experts(self, count: int, layer: int) -> ExpertWeights:
         """The experts of a layer that are there at its turn `count`. Only the fast processor's thread may

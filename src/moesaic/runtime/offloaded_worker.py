@@ -387,7 +387,7 @@ def join(
 
 
 def _find_rows_by_choice(offload: Offload, loaded_model: LoadedModel) -> int:
-    """As in PassSettings. On a GPU a gate's choice is waited for, and padded prompts have many rows."""
+    """The value of PassSettings. On a GPU choices are waited for, and padded prompts have many rows."""
     if loaded_model.device.type != "cpu" or offload.padded_prompt_len is not None:
         return 0
     spec = loaded_model.model.spec

@@ -39,18 +39,18 @@ class GuessRecord:
     """
 
     def __init__(self, num_experts: int) -> None:
-        self._made, self._right = np.zeros(num_experts), np.zeros(num_experts)
+        self._num_guesses, self._num_right = np.zeros(num_experts), np.zeros(num_experts)
 
     def learn(self, guesses: Sequence[int], chosen_experts: IntArray) -> None:
         """Compare guesses of a layer, the most likely first, with the experts that its gate chose."""
-        self._made *= FORGETS
-        self._right *= FORGETS
-        self._made[: len(guesses)] += 1
-        self._right[: len(guesses)] += np.isin(guesses, chosen_experts)
+        self._num_guesses *= FORGETS
+        self._num_right *= FORGETS
+        self._num_guesses[: len(guesses)] += 1
+        self._num_right[: len(guesses)] += np.isin(guesses, chosen_experts)
 
     def num_worthwhile(self) -> int:
         """How many of the first ranks should be loaded: those that together save most. 0 before `learn`."""
-        shares = self._right / np.maximum(self._made, 1.0)
+        shares = self._num_right / np.maximum(self._num_guesses, 1.0)
         gains = np.cumsum(shares - WORTHWHILE)
         best = int(gains.argmax())
         return best + 1 if gains[best] > 0 else 0
@@ -108,8 +108,8 @@ class ExpertPrefetch:
         returned.
         """
         by_gate = [expert for expert in guessed_experts if expert not in excluded_experts][:max_count]
-        known = {*excluded_experts, *by_gate}
-        by_count = [expert for expert in self.rank_recent(layer) if expert not in known][:max_count]
+        seen_experts = {*excluded_experts, *by_gate}
+        by_count = [expert for expert in self.rank_recent(layer) if expert not in seen_experts][:max_count]
         self._guesses[layer] = by_gate, by_count
         likely = by_gate[: self._by_gate.num_worthwhile()] + by_count[: self._by_count.num_worthwhile()]
         return likely[:max_count]
