@@ -426,7 +426,6 @@ def build_passes(
     rows_by_choice: as in PassSettings.
     """
     loaded_model, memory, post_attention = parts.loaded_model, parts.levels, parts.post_attention
-    kv, states = parts.caches.kv, parts.caches.states
     model, size = loaded_model.model, config.cache.block_size
     slow_blocks = (
         [block.with_attention_kernels(memory.slow) for block in model.blocks]
@@ -443,35 +442,42 @@ def build_passes(
         splitting=parts.splitting,
         hot=parts.hot,
     )
-    padded_tokens = offload.padded_prompt_len
-    resident: Cache = ResidentCache(kv, size) if padded_tokens is None else PaddedResidentCache(kv, size)
-    moving: Cache = resident
-    if offload.slow_attention or offload.slow_cache:
-        kind = MovingCache if padded_tokens is None else PaddedMovingCache
-        moving = kind(
-            kv,
-            model.spec.kv,
-            size,
-            loaded_model.kernels,
-            memory.down_link,
-            memory.up_link,
-            loaded_model.device,
-            parts.caches.fast,
-        )
     lanes = Lanes(make_lane_setup(offload, loaded_model))
-    if states is not None:
-        layers = model.spec.state_layers, model.spec.num_layers
-        resident, moving = (HybridCache(kv_cache, states, *layers) for kv_cache in (resident, moving))
-    decodes = resident if offload.slow_attention else moving
+    prompts, decodes = _build_caches(offload, parts, size)
+    padded_tokens = offload.padded_prompt_len
     rows: Rows = UNPADDED if padded_tokens is None else Padding(padded_tokens, size)
     settings = PassSettings(
         *(_policy(offload), offload.prefill_rows, parts.max_experts, rows, memory.is_staged),
         checked_rows=0 if config.scheduler.speculative_config is None else most_checked_rows(config),
         rows_by_choice=rows_by_choice,
     )
-    passes = Passes(model, settings, operations, lanes, moving, decodes, observe)
+    passes = Passes(model, settings, operations, lanes, prompts, decodes, observe)
     weakref.finalize(passes, lanes.__exit__)
     return passes
+
+
+def _build_caches(offload: Offload, parts: PassParts, block_size: int) -> tuple[Cache, Cache]:
+    """The caches for prefill passes and for decode passes."""
+    loaded_model, memory, caches = parts.loaded_model, parts.levels, parts.caches
+    is_padded, spec = offload.padded_prompt_len is not None, loaded_model.model.spec
+    resident: Cache = (PaddedResidentCache if is_padded else ResidentCache)(caches.kv, block_size)
+    moving: Cache = resident
+    if offload.slow_attention or offload.slow_cache:
+        kind = PaddedMovingCache if is_padded else MovingCache
+        moving = kind(
+            caches.kv,
+            spec.kv,
+            block_size,
+            loaded_model.kernels,
+            memory.down_link,
+            memory.up_link,
+            loaded_model.device,
+            caches.fast,
+        )
+    if caches.states is not None:
+        layers = spec.state_layers, spec.num_layers
+        resident, moving = (HybridCache(cache, caches.states, *layers) for cache in (resident, moving))
+    return moving, resident if offload.slow_attention else moving
 
 
 def parse_schedule(name: str) -> Schedule:
