@@ -12,6 +12,7 @@ from moesaic.core import speculation
 from moesaic.core.errors import ConfigError
 from moesaic.core.offload import Offload
 from moesaic.core.speculation import SpeculativeConfig
+from moesaic.runtime.offloaded_worker import check_drafts
 
 GOOD = {"method": "ngram", "num_speculative_tokens": 4}
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
@@ -73,10 +74,12 @@ def test_what_it_does_not_go_with() -> None:
         ConfigError, match=r"--speculative-config: got .*; allowed: nothing with --record-routing"
     ):
         WorkerConfig(**worker, record="rows")
-    with pytest.raises(
-        ConfigError, match=r"--speculative-config: got .*; allowed: nothing with --fast-memory"
-    ):
-        WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))
+    small = WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))
+    check_drafts(small, is_padded=False, on_gpu=False)
+    with pytest.raises(ConfigError, match="--pad: got 'true'; allowed: false with --speculative-config"):
+        check_drafts(small, is_padded=True, on_gpu=False)
+    with pytest.raises(ConfigError, match="allowed: nothing with --fast-memory on a GPU"):
+        check_drafts(small, is_padded=False, on_gpu=True)
     with pytest.raises(ConfigError, match="--speculative-config: method is missing"):
         WorkerConfig(ModelConfig("m"), scheduler=SchedulerConfig(speculative_config="{}"))
 
@@ -93,8 +96,9 @@ def test_mtp_goes_with_servers_and_ranks_but_not_with_routes_or_a_small_memory()
     WorkerConfig(**worker, remote_experts=True, parallel=ParallelConfig(tensor_parallel_size=2))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="allowed: nothing with --record-routing"):
         WorkerConfig(**worker, record="rows")
-    with pytest.raises(ConfigError, match="allowed: nothing with --fast-memory"):
-        WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))
+    small = WorkerConfig(**worker, offload=Offload(1 << 30, "cgopipe", 1, 1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="method: got 'mtp'; allowed: ngram with --fast-memory"):
+        check_drafts(small, is_padded=False, on_gpu=False)
 
 
 def test_examples() -> None:
