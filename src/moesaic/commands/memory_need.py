@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Mapping
-from contextlib import suppress
-from multiprocessing.connection import Connection as PipeConnection
 from typing import Any
 
 from moesaic.commands.model_settings import ServedModel
+from moesaic.commands.starting import call_in_process
 from moesaic.config import parse_bytes
-from moesaic.core.errors import EngineDeadError, MoesaicError
 from moesaic.runtime import quick_fit
 
 SMALL_SHARE = 8
@@ -31,20 +28,7 @@ def measure(model: ServedModel, capacity: int) -> int:
     if bound <= capacity // SMALL_SHARE:
         return bound
     # Headers are read with torch, which would stay in the memory of this process.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(sender, model), daemon=True)
-    child.start()
-    sender.close()
-    try:
-        result: int | MoesaicError = receiver.recv()
-    except EOFError as error:
-        child.join()
-        raise EngineDeadError(f"the process that measures ended with code {child.exitcode}") from error
-    child.join()
-    if isinstance(result, MoesaicError):
-        raise result
-    return result
+    return call_in_process(_measure, model, work="measures")
 
 
 def count_loaded_bytes(model: ServedModel, info: Mapping[str, Any], need: int) -> int:
@@ -58,11 +42,7 @@ def count_loaded_bytes(model: ServedModel, info: Mapping[str, Any], need: int) -
     return int(info["weight_bytes"]) + caches + PROCESS_BYTES
 
 
-def _measure(pipe: PipeConnection, model: ServedModel) -> None:
-    with suppress(KeyboardInterrupt, BrokenPipeError):
-        from moesaic.runtime import fitting
+def _measure(model: ServedModel) -> int:
+    from moesaic.runtime import fitting
 
-        try:
-            pipe.send(fitting.measure_bytes(model.worker, model.cluster))
-        except MoesaicError as error:
-            pipe.send(error)
+    return fitting.measure_bytes(model.worker, model.cluster)

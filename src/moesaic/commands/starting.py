@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection as PipeConnection
+from typing import TypeVar
 
 from moesaic.cluster import numa, process_room
 from moesaic.commands import descriptors
@@ -19,6 +21,7 @@ from moesaic.runtime import quick_fit
 from moesaic.runtime.machine import NVIDIA, cores
 from moesaic.trace.options import RecordConfig
 
+Result = TypeVar("Result")
 MOST_PER_CORE = 4
 """Processes for each core, above which a command warns."""
 
@@ -79,36 +82,45 @@ def settle(
         raise ConfigError.field("--pad", "true", "false with --prefix-cache-dir")
     if offload.fast_memory is None and quick_fit.surely_fits(worker, cluster):
         return worker, offload
+    return call_in_process(_settle, worker, cluster, offload, record, work="plans")
+
+
+def _settle(
+    worker: WorkerConfig, cluster: ClusterConfig, offload: OffloadConfig, record: RecordConfig
+) -> tuple[WorkerConfig, OffloadConfig]:
+    from moesaic.commands import larger_than_memory
+
+    return larger_than_memory.settle(worker, cluster, offload, record)
+
+
+def call_in_process(function: Callable[..., Result], *arguments: object, work: str) -> Result:
+    """What a function returns that runs in a process of its own, whose memory goes back with it.
+
+    work: what the process does, as in "plans". Raises the function's MoesaicError, and EngineDeadError if the
+    process ends without an answer.
+    """
     # A forked process would have this one's signal handlers and open files.
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_settle, args=(sender, worker, cluster, offload, record), daemon=True)
+    child = context.Process(target=_send_result, args=(sender, function, arguments), daemon=True)
     child.start()
     sender.close()
     try:
-        result: tuple[WorkerConfig, OffloadConfig] | MoesaicError = receiver.recv()
+        result: Result | MoesaicError = receiver.recv()
     except EOFError as error:
         child.join()
-        raise EngineDeadError(f"the process that plans ended with code {child.exitcode}") from error
+        raise EngineDeadError(f"the process that {work} ended with code {child.exitcode}") from error
     child.join()
     if isinstance(result, MoesaicError):
         raise result
     return result
 
 
-def _settle(
-    pipe: PipeConnection,
-    worker: WorkerConfig,
-    cluster: ClusterConfig,
-    offload: OffloadConfig,
-    record: RecordConfig,
-) -> None:
-    """Send the settings, or the error that says why there are none. Ends with the process that waits."""
+def _send_result(pipe: PipeConnection, function: Callable[..., object], arguments: Sequence[object]) -> None:
+    """Send what a function returns, or its error. Ends with the process that waits."""
     with suppress(KeyboardInterrupt, BrokenPipeError):
-        from moesaic.commands import larger_than_memory
-
         try:
-            pipe.send(larger_than_memory.settle(worker, cluster, offload, record))
+            pipe.send(function(*arguments))
         except MoesaicError as error:
             pipe.send(error)
 

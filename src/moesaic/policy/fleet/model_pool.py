@@ -220,8 +220,8 @@ class ModelPool:
         idle_seconds = self._idle_seconds
         if idle_seconds is None:
             return []
-        late = [m for m in self.models.values() if m.is_idle and now - m.last_used >= idle_seconds]
-        return [self._unload(model) for model in late]
+        idle_models = [model for model in self.models.values() if model.is_idle]
+        return [self._unload(model) for model in idle_models if now - model.last_used >= idle_seconds]
 
     @property
     def next_time(self) -> float | None:
