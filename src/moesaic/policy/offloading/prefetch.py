@@ -23,7 +23,8 @@ WORTHWHILE = 0.5
 """Minimum share of right guesses among those that are loaded.
 
 Where computing hides a part h of the time of a read, a right guess saves h reads and a wrong one costs 1 - h.
-On a CPU about half of a read is hidden. Then a guess pays if more than half of its kind are right.
+So a guess pays if the share of right ones is above 1 - h. 0.5 fits where half is hidden. docs/offloading.md
+has the speed with other shares.
 """
 FORGETS = 0.999
 """Weight of a guess after those of one more layer."""
